@@ -212,3 +212,36 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         done = subprocess.run([sys.executable, "-c", program, str(rows)], capture_output=True, text=True, check=True)
         grown[rows] = int(done.stdout)
     assert grown[3_500_000] < grown[500_000] + 32_000, grown  # KiB; the larger text has 60 MiB more
+
+
+LIMIT = 256 << 20
+"""Bytes for converting a file of ten times as many, and for a pass over its rows."""
+
+IN_LIMIT = """
+import resource, sys
+import pyarrow as pa
+from pathlib import Path
+from shardrec.trainer.data import Feature, FeatureSpec, FileClickData, formats
+
+formats._BLOCK_BYTES = 1 << 20  # of which pyarrow reads 32 ahead
+path, limit = Path(sys.argv[1]), int(sys.argv[2])
+pa.set_io_thread_count(1)  # a stack for each counts
+block = "".join(f"{n % 2},{n:0120},{n % 977}\\n" for n in range(10_000)).encode()
+with open(path, "wb") as file:
+    file.write(b"label,user,price\\n")
+    for _ in range(10 * limit // len(block) + 1):
+        file.write(block)
+spec = FeatureSpec(features=(Feature(name="user", kind="id", rows=99),))
+used = next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]
+resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(used) + limit,) * 2)
+data = FileClickData([path], spec, streams=4)
+print(sum(batch.size for batch in data.train_batches(0, 1, 4096)) > 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_file_of_ten_times_the_memory(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", IN_LIMIT, str(tmp_path / "rows.csv"), str(LIMIT)]
+    settings = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | settings)
+    assert done.stdout == "True\n", done.stderr
