@@ -58,7 +58,7 @@ class TableTraffic:
         ids: (W, A) ids that each rank looks up in each row block, over all the lookups. Distinct ones if deduplicated.
         rows: (A,) distinct rows that all the ranks together look up. Read if ``whole_rows``.
         whole_rows: its optimizer takes the mean square of whole rows, and columns are cut: rowwise Adagrad.
-        bags: per rank, bags over all the lookups where features have a batch size each, else None.
+        bags: per rank, bags over all the lookups where the features looked up have a batch size each, else None.
     """
 
     layout: TableLayout
@@ -75,7 +75,7 @@ class CollectionTraffic:
 
     Args:
         tables: of the collection.
-        batch_sizes: B_w. Where features have a batch size each, the largest.
+        batch_sizes: B_w. Where features have a batch size each, the largest of those that are looked up.
         pooled: bags are summed; else a row per id comes back.
         weighted: each id has a weight.
         learned: the weights take a gradient.
