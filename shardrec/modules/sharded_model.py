@@ -395,8 +395,8 @@ class ShardedModel(nn.Module):
         """The number of ids outside their table in this rank's batches since the model was sharded, by feature; of a
         feature that several collections look up, by the collection's path and the feature, such as
         ``"sparse.user_bags.country"``. It has the features with policy ``"zero"`` or ``"wrap"`` (``on_bad_id`` of
-        :func:`shardrec.shard`). Ids are counted on the device. This method waits for it. A batch that raised an error
-        does not count.
+        :func:`shardrec.shard`). Ids are counted on the device. This method waits for it. A batch that raises an error
+        counts only in collections that were looked up before it.
         """
         paths = {child: path for path, child in self.module.named_modules()}
         counts = [(paths[child], *counted) for child in self._sharded for counted in child.bad_ids().items()]
