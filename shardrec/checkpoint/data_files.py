@@ -39,19 +39,6 @@ from shardrec.checkpoint.parts import Part, Rect
 from shardrec.errors import CheckpointError
 from shardrec.files import naming, open_regular, parse_json
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CACHED_BYTES",
-    "DTYPES",
-    "DTYPE_NAMES",
-    "OpenFile",
-    "SavedFile",
-    "SavedRows",
-    "as_bytes",
-    "sync_folder",
-    "write_file",
-]
-
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**19
 """Bytes that are summed and written, or read and summed, together: they stay in the processor's second cache in

@@ -13,8 +13,6 @@ from shardrec.checkpoint.optimizer import optimizer_faults
 from shardrec.checkpoint.parts import HeldTensor
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = ["misfits"]
-
 
 def misfits(
     manifest: Manifest,

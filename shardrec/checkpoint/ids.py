@@ -29,8 +29,6 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = ["DynamicTable", "Moves", "dynamic_tables"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTable:

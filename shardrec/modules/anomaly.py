@@ -23,8 +23,6 @@ from shardrec.step.context import ModelContext
 from shardrec.step.look_up import LookedUp
 from shardrec.step.records import InFlight, StepPlan
 
-__all__ = ["detect_anomaly"]
-
 
 @contextmanager
 def detect_anomaly(model: nn.Module) -> Iterator[None]:

@@ -25,8 +25,6 @@ from typing import Any
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-__all__ = ["Deferred", "DeferredJaggedTensor", "DeferredKeyedTensor"]
-
 
 class Deferred:
     """A module's output, which a function computes at its first use.

@@ -58,8 +58,6 @@ from shardrec.modules.in_backward import take_over_steps
 from shardrec.modules.table import ModuleWatch, ShardedTable, averaged_parameters
 from shardrec.step.context import ModelContext
 
-__all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _LOOK_EVERY = timedelta(seconds=0.5)
 """How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""

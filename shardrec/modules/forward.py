@@ -18,8 +18,6 @@ from shardrec.modules.optim import FusedOptimizers
 from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ModelContext
 
-__all__ = ["COMPILED", "EAGER", "AheadOfSome", "dense_signature"]
-
 
 class AheadOfSome(Ahead):
     """Calls made ahead of a forward that also makes others.

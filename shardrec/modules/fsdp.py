@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
-__all__ = ["ShardedByFsdp", "cut_whole_values", "let_go_of_whole_parameters", "refuse_in_backward"]
-
 
 class _AllGather(DefaultAllGather):
     """FSDP2's, which tells a rank that is gone."""

@@ -52,17 +52,6 @@ from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.layout.discover import configs_of
 
-__all__ = [
-    "WHOLE_BYTES",
-    "TableDraw",
-    "check_init_fn",
-    "draw_dense",
-    "draw_rows",
-    "first_values",
-    "refuse_dense_on_meta",
-    "value_checksums",
-]
-
 WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
 

@@ -47,8 +47,6 @@ from shardrec.step.context import ModelContext
 from shardrec.step.exchange import finish
 from shardrec.step.records import Exchange, InFlight
 
-__all__ = ["Program"]
-
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "

@@ -35,19 +35,6 @@ from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.full_tables import gathered
 
-__all__ = [
-    "ModuleWatch",
-    "ShardedTable",
-    "StateDictError",
-    "TableWatch",
-    "as_one_tensor",
-    "averaged_parameters",
-    "copy_rows",
-    "load_table",
-    "local_parts",
-    "settle",
-]
-
 
 class StateDictError(ConfigError, RuntimeError):
     """A state_dict has values that tables cannot take; also a RuntimeError, as torch's."""

@@ -29,8 +29,6 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import leaves
 from shardrec.step.records import GradMode
 
-__all__ = ["ForwardRecord", "ModuleCall", "PostProcessed", "Source"]
-
 _DEEPEST = 4
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 

@@ -22,8 +22,6 @@ from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ForwardState, ModelContext
 from shardrec.step.records import GradMode
 
-__all__ = ["Lookahead", "tell_others"]
-
 _Result = TypeVar("_Result")
 
 _Observed = list[tuple[Any, object, GradMode]]

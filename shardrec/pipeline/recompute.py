@@ -22,8 +22,6 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Modes", "RandomState", "RandomStream"]
-
 
 class Modes:
     """The caller's modes, which belong to a thread, for the threads that work for it and for recomputations.

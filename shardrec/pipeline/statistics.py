@@ -17,8 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardrec.exchange.recomputation import is_recomputing
 
-__all__ = ["MiniBatchStatistics"]
-
 
 class MiniBatchStatistics:
     """The batch norms of a stage during a step.

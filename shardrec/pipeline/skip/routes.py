@@ -11,8 +11,6 @@ from torch import nn
 from shardrec.pipeline.skip.skippable import Skippable
 from shardrec.pipeline.skip.tracker import SkipKey
 
-__all__ = ["Route", "skip_routes", "verify_skippables"]
-
 
 def _skippables(module: nn.Sequential) -> Iterator[tuple[int, str, Skippable]]:
     """The skippables of a sequential, in order.
