@@ -161,11 +161,6 @@ def as_bytes(values: Tensor) -> npt.NDArray[np.uint8]:
 class OpenFile:
     """A file of a checkpoint that is being loaded. Its size has been checked.
 
-    Args:
-        folder: that it is in.
-        file: as it was saved.
-        stack: closes it.
-
     Raises:
         CheckpointError: if it has another size.
     """

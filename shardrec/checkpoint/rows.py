@@ -95,10 +95,6 @@ class RowFile(OpenFile):
 def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, pa.Array]:
     """Open a file of rows.
 
-    Args:
-        path: of the file.
-        stack: closes it.
-
     Returns:
         The file, and its ids, a ``pyarrow.Array`` (n,).
 

@@ -21,12 +21,7 @@ from shardrec.step.records import InFlight
 
 
 class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
-    """A KeyedTensor with an all-to-all that is in progress or about to begin. Its first use waits.
-
-    Args:
-        call: gives the (B, D) values.
-        collection: that was called.
-    """
+    """A KeyedTensor with an all-to-all that is in progress or about to begin. Its first use waits."""
 
     _collection: ShardedEmbeddingBagCollection
 

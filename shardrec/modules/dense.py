@@ -550,12 +550,6 @@ def average_dense(
     """Average the gradients of a model's dense part, and broadcast its initial values from rank 0.
 
     With ``dense="none"``, of replicated tables alone. Their copies would drift apart.
-
-    Args:
-        module: the model, its collections sharded.
-        dense: how the gradients are averaged.
-        group: of all ranks.
-        context: of the model.
     """
     wrap, options = dense_options(dense)
     options = {"broadcast_buffers": False} if wrap == "none" else options

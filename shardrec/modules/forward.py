@@ -48,10 +48,7 @@ class _Model(Protocol):
 class _Forward:
     """A forward of a model.
 
-    Args:
-        model: the sharded model.
-        args: of the forward.
-        kwargs: of the forward.
+    Attributes:
         compiled: the settings of its compiled parts, if there can be any.
         is_outermost: whether it is not inside of another forward of the model.
     """

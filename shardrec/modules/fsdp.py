@@ -97,11 +97,7 @@ class ShardedByFsdp:
         reset()
 
     def begin(self, *, reduce: bool) -> None:
-        """A backward begins.
-
-        Args:
-            reduce: whether it averages the gradients.
-        """
+        """A backward begins. It averages the gradients if ``reduce``."""
         self.filled.clear()
         if reduce != self._is_reduced:
             self._is_reduced = reduce

@@ -120,10 +120,7 @@ class TableDraw:
 def first_values(
     collection: EmbeddingBagCollection | EmbeddingCollection,
 ) -> Iterator[tuple[str, Tensor | TableDraw]]:
-    """Each table's name and its (num_embeddings, embedding_dim) initial values, or how to draw them.
-
-    Args:
-        collection: unsharded.
+    """Each table's name and its (num_embeddings, embedding_dim) values before sharding, or how to draw them.
 
     Raises:
         ConfigError: if a table is to be drawn by blocks, and its ``init_fn`` cannot be.
@@ -242,9 +239,6 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
 
 def check_init_fn(config: BaseEmbeddingConfig) -> None:
     """Raise for an ``init_fn`` that cannot draw a table by blocks of rows. See [Note: init_fn of a block].
-
-    Args:
-        config: of the table.
 
     Raises:
         ConfigError: if its values depend on the number of rows.

@@ -107,14 +107,7 @@ class _Live(nn.Module):
 
 
 class LiveBags(_Live):
-    """The twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
-
-    Args:
-        collection: the eager module.
-        tables: its tables.
-        keys: of the output.
-        dims: columns per key.
-    """
+    """The twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters."""
 
     def __init__(self, collection: ShardedCollection, tables: nn.Module, keys: list[str], dims: list[int]) -> None:
         super().__init__(collection, lambda values: (values, values.new_empty(0), torch.empty(0, dtype=torch.int64)))

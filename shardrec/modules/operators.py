@@ -116,11 +116,7 @@ class _Issued:
 
 
 class _Backward:
-    """The backward of one exchange, in two halves.
-
-    Args:
-        exchange: that is gone back.
-    """
+    """The backward of one exchange, in two halves."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._sent, self._leaves = exchange.cut_graph()

@@ -51,11 +51,7 @@ _GENERATOR = threading.Lock()
 
 
 class RandomStream(TorchDispatchMode):
-    """Random numbers on the CPU, drawn on a thread where this mode is active, come from a separate stream.
-
-    Args:
-        seed: of the stream.
-    """
+    """Random numbers on the CPU, drawn on a thread where this mode is active, come from a separate stream."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -19,11 +19,7 @@ from shardrec.exchange.recomputation import is_recomputing
 
 
 class MiniBatchStatistics:
-    """The batch norms of a stage during a step.
-
-    Args:
-        modules: the stage's.
-    """
+    """The batch norms of a stage during a step."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         # SyncBatchNorm exchanges its statistics in forward, and keeps its own way.

@@ -17,9 +17,6 @@ def _skippables(module: nn.Sequential) -> Iterator[tuple[int, str, Skippable]]:
 
     Those inside of a layer are taken in order of registration, which for a nested sequential is the order of execution.
 
-    Args:
-        module: the sequential.
-
     Yields:
         Number of the layer, path of the skippable in the sequential, the skippable.
     """
@@ -96,10 +93,6 @@ class Route:
 
 def skip_routes(module: nn.Sequential, balance: Sequence[int]) -> list[Route]:
     """The skips of a sequential that leave their stage, in order of their stash.
-
-    Args:
-        module: the sequential.
-        balance: number of layers per stage.
 
     Raises:
         TypeError: as :func:`verify_skippables` does.
