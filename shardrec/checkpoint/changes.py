@@ -40,8 +40,6 @@ from shardrec.checkpoint.data_files import SavedFile
 from shardrec.checkpoint.manifest import SavedPart
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 
-__all__ = ["Kept", "PartKey", "SavedBefore", "different_rows", "shards_of"]
-
 _BLOCK_BYTES = 2 * 2**20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MAX_CHANGED = 0.5

@@ -20,8 +20,6 @@ from shardrec.exchange.agree import on_all_ranks
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic_model import ElasticModel
 
-__all__ = ["Checkpoints", "LoadedCheckpoint"]
-
 _NAME = re.compile(r"step-(\d{12})")
 
 

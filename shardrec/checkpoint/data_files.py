@@ -39,19 +39,6 @@ from shardrec.checkpoint.parts import Part, Rect
 from shardrec.errors import CheckpointError
 from shardrec.files import naming, open_regular, parse_json
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CACHED_BYTES",
-    "DTYPES",
-    "DTYPE_NAMES",
-    "OpenFile",
-    "SavedFile",
-    "SavedRows",
-    "as_bytes",
-    "sync_folder",
-    "write_file",
-]
-
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**19
 """Bytes that are summed and written, or read and summed, together: they stay in the processor's second cache in
@@ -173,11 +160,6 @@ def as_bytes(values: Tensor) -> npt.NDArray[np.uint8]:
 
 class OpenFile:
     """A file of a checkpoint that is being loaded. Its size has been checked.
-
-    Args:
-        folder: that it is in.
-        file: as it was saved.
-        stack: closes it.
 
     Raises:
         CheckpointError: if it has another size.

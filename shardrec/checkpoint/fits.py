@@ -13,8 +13,6 @@ from shardrec.checkpoint.optimizer import optimizer_faults
 from shardrec.checkpoint.parts import HeldTensor
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = ["misfits"]
-
 
 def misfits(
     manifest: Manifest,
@@ -25,13 +23,6 @@ def misfits(
 ) -> list[str]:
     """The reasons why a checkpoint does not fit a model and its optimizers, one sentence each. A load asks for them
     before it changes anything, and a save before it writes anything.
-
-    Args:
-        manifest: of the checkpoint.
-        wanted: the model's tensors.
-        moves: of the rows of dynamic ids.
-        model: that has them.
-        optimizer: an ordinary one.
     """
     saved = manifest.tensors
     lacking = sorted(name for name in set(wanted) - set(saved) if not moves.may_lack(name))

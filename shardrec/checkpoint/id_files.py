@@ -15,8 +15,6 @@ from shardrec.ids.id_map import IdMap
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = ["export_ids", "import_ids"]
-
 _REMEDY = "see that every rank can read and write there, and that all ranks see the same files"
 
 

@@ -29,19 +29,10 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = ["DynamicTable", "Moves", "dynamic_tables"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicTable:
-    """A table with dynamic ids.
-
-    Args:
-        path: of its module in the model.
-        layout: where it is.
-        collection: that has it.
-        maps: of the collection.
-    """
+    """A table with dynamic ids."""
 
     path: str
     layout: TableLayout
@@ -131,13 +122,7 @@ class Moves:
                 id_map.rebuild()
 
     def reads(self, name: str, part: Part, into: Tensor) -> Iterator[Read]:
-        """The reads of a part of the model, after :meth:`place`.
-
-        Args:
-            name: of its tensor.
-            part: of the model.
-            into: its values as a matrix.
-        """
+        """The reads of a part of the model, after :meth:`place`."""
         path, rect = self._path(name), part.rect
         placed_ids = None if path is None else self._placed.get((path, rect.row_start))
         saved = self._manifest.tensors[name]

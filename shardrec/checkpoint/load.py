@@ -38,8 +38,6 @@ from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicated_model import ReplicatedModel
 
-__all__ = ["Select", "Source", "load_checkpoint", "load_source", "verify_checkpoint"]
-
 _REMEDY = "load an older checkpoint, or see that every rank can read this one"
 
 Select = Callable[[Manifest, dict[str, HeldTensor]], tuple[Manifest, dict[str, HeldTensor]]]

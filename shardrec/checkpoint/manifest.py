@@ -35,22 +35,6 @@ from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
 from shardrec.files import naming, open_regular, parse_json, replacing
 
-__all__ = [
-    "MANIFEST",
-    "PARTIAL",
-    "Manifest",
-    "ParamGroup",
-    "Read",
-    "SavedPart",
-    "SavedTensor",
-    "Settings",
-    "from_pairs",
-    "leftovers",
-    "read_manifest",
-    "with_pairs",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 _FORMAT, _LINKED_FORMAT = 2, 3
 PARTIAL = MANIFEST + ".partial"

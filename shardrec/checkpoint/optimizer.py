@@ -22,15 +22,6 @@ from shardrec.modules.inventory import Kind
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = [
-    "fused_settings",
-    "load_settings",
-    "optimizer_faults",
-    "optimizer_groups",
-    "optimizer_state",
-    "state_targets",
-]
-
 Optimizer = torch.optim.Optimizer
 
 _IN_BACKWARD, _SETTINGS = f"{Kind.IN_BACKWARD.value}.", f"{Kind.SETTINGS.value}."

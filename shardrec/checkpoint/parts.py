@@ -20,8 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 
-__all__ = ["HeldTensor", "Part", "Rect", "as_matrix", "held"]
-
 
 class Rect(NamedTuple):
     """Rows ``[row_start, row_end)`` and columns ``[col_start, col_end)`` of a matrix."""

@@ -23,8 +23,6 @@ from shardrec.checkpoint.parts import Part, Rect, as_matrix
 from shardrec.exchange.agree import Ranks, on_all_ranks
 from shardrec.step.context import ModelContext
 
-__all__ = ["Messages"]
-
 _ROUND_BYTES = 16 * 2**20
 """Of the values that a rank sends in a round, and of those that it receives. Transports may hold both once more."""
 

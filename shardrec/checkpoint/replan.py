@@ -22,8 +22,6 @@ from shardrec.planner.planner import Planner
 from shardrec.planner.replanning import Replanned, paying_plan
 from shardrec.planner.solve import SolveLimits
 
-__all__ = ["replan_model"]
-
 _LIMITS = SolveLimits(seconds=10)
 """Of each of the two searches: the other ranks wait."""
 _REMEDY = "the model keeps its old plan and continues"

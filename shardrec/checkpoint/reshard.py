@@ -38,8 +38,6 @@ from shardrec.modules.operators import Program
 from shardrec.modules.shard import agree_on_plan
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = ["reshard_model"]
-
 Optimizer = torch.optim.Optimizer
 
 _REMEDY = "the model keeps its old plan and continues"

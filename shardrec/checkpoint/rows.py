@@ -28,8 +28,6 @@ from shardrec.files import open_regular
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["RowFile", "open_rows"]
-
 Rows = NDArray[np.float32] | NDArray[np.int64]
 """(n, columns) of a table, or of the records of its ids."""
 
@@ -96,10 +94,6 @@ class RowFile(OpenFile):
 
 def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, pa.Array]:
     """Open a file of rows.
-
-    Args:
-        path: of the file.
-        stack: closes it.
 
     Returns:
         The file, and its ids, a ``pyarrow.Array`` (n,).

@@ -49,25 +49,6 @@ from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 
-__all__ = [
-    "FILE_NAME",
-    "REMEDY",
-    "PendingSave",
-    "Written",
-    "described_parts",
-    "joined",
-    "merged",
-    "of_all_ranks",
-    "rank_name",
-    "remove",
-    "save",
-    "save_checkpoint",
-    "step_counts",
-    "wait_for_save",
-    "write_part",
-    "write_rank",
-]
-
 Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and its contents by name."""
 

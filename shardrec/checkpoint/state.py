@@ -19,8 +19,6 @@ from shardrec.modules.inventory import Kind, RowState, dense_values, row_states
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicated_model import ReplicatedModel
 
-__all__ = ["ParameterInfo", "is_lead", "model_tensors", "parameter_infos", "table_tensors"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterInfo:

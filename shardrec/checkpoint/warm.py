@@ -37,8 +37,6 @@ from shardrec.modules.sharded_model import ShardedModel
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Resize", "WarmStart", "WarmTensor", "match", "warm_start"]
-
 Resize = Literal["grow", "truncate"]
 Number = Callable[[str, "pa.Array"], tuple[NDArray[np.int64], NDArray[np.bool_]]]
 Outcome = Literal["loaded", "resized", "new", "left out"]

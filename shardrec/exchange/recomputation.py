@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["flagged", "is_checkpointing", "is_recomputing", "recomputes_graph"]
-
 
 class _Flags(threading.local):
     checkpointing = False

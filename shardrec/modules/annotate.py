@@ -32,8 +32,6 @@ from shardrec.errors import ConfigError
 from shardrec.lookup.fakes import register_fakes
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["CompileMode", "annotate_for_dynamo", "unannotate"]
-
 CompileMode = Literal["boundary", "traced"]
 """What torch.compile does at a sharded module. See the notes above."""
 

@@ -23,8 +23,6 @@ from shardrec.step.context import ModelContext
 from shardrec.step.look_up import LookedUp
 from shardrec.step.records import InFlight, StepPlan
 
-__all__ = ["detect_anomaly"]
-
 
 @contextmanager
 def detect_anomaly(model: nn.Module) -> Iterator[None]:
@@ -64,11 +62,7 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch:
-    """The anomalies of one model that this rank has seen, and no rank has raised yet.
-
-    Args:
-        context: of the model.
-    """
+    """The anomalies of one model that this rank has seen, and no rank has raised yet."""
 
     def __init__(self, context: ModelContext) -> None:
         self._headers, self._everyone = context.headers, context.everyone

@@ -19,16 +19,9 @@ from shardrec.pending import LazyAwaitable
 from shardrec.step.pooled_columns import PooledOutput
 from shardrec.step.records import InFlight
 
-__all__ = ["PooledEmbeddings", "ShardedEmbeddingBagCollection"]
-
 
 class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
-    """A KeyedTensor with an all-to-all that is in progress or about to begin. Its first use waits.
-
-    Args:
-        call: gives the (B, D) values.
-        collection: that was called.
-    """
+    """A KeyedTensor with an all-to-all that is in progress or about to begin. Its first use waits."""
 
     _collection: ShardedEmbeddingBagCollection
 

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from shardrec.errors import ConfigError
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 
-__all__ = ["check_clipping", "clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

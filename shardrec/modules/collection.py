@@ -47,8 +47,6 @@ from shardrec.step.pooled_columns import PooledOutput
 from shardrec.step.records import GradMode, InFlight, StepPlan
 from shardrec.step.sequence_rows import SequenceOutput
 
-__all__ = ["ShardedCollection", "Values"]
-
 Values: TypeAlias = Tensor | TableDraw | Mapping[Shard | None, Tensor] | None
 """A table's values: (num_embeddings, embedding_dim), how to draw them, or the values per shard of this rank, the
 replica under None. None to leave them as they are."""

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-__all__ = ["compiled_step", "leaves"]
-
 _TRACED = {
     # The numbers of ids that the ranks tell each other become numbers in the graph.
     "capture_scalar_outputs": True,

@@ -25,16 +25,9 @@ from typing import Any
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-__all__ = ["Deferred", "DeferredJaggedTensor", "DeferredKeyedTensor"]
-
 
 class Deferred:
-    """A module's output, which a function computes at its first use.
-
-    Args:
-        function: called once.
-        args: of the function.
-    """
+    """A module's output, which a function computes at its first use."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._function = function
@@ -49,13 +42,7 @@ class Deferred:
 
 
 class DeferredKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no types
-    """A KeyedTensor that waits for its values at its first use.
-
-    Args:
-        pending: of the KeyedTensor.
-        keys: output keys.
-        dims: columns per key.
-    """
+    """A KeyedTensor that waits for its values at its first use."""
 
     def __init__(self, pending: Deferred, keys: list[str], dims: list[int]) -> None:
         # The attributes that KeyedTensor's __init__ sets, without the values: dynamo of torch 2.11 does not call a

@@ -58,8 +58,6 @@ from shardrec.modules.in_backward import take_over_steps
 from shardrec.modules.table import ModuleWatch, ShardedTable, averaged_parameters
 from shardrec.step.context import ModelContext
 
-__all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
-
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _LOOK_EVERY = timedelta(seconds=0.5)
 """How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""
@@ -552,12 +550,6 @@ def average_dense(
     """Average the gradients of a model's dense part, and broadcast its initial values from rank 0.
 
     With ``dense="none"``, of replicated tables alone. Their copies would drift apart.
-
-    Args:
-        module: the model, its collections sharded.
-        dense: how the gradients are averaged.
-        group: of all ranks.
-        context: of the model.
     """
     wrap, options = dense_options(dense)
     options = {"broadcast_buffers": False} if wrap == "none" else options

@@ -18,8 +18,6 @@ from shardrec.layout.discover import collections_of
 from shardrec.modules.shard import shard
 from shardrec.modules.sharded_model import ShardedModel
 
-__all__ = ["DistributedModelParallel"]
-
 
 def DistributedModelParallel(  # the name of the class that it takes the place of
     module: nn.Module,

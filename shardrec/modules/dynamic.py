@@ -22,8 +22,6 @@ from shardrec.layout.discover import collections_of, is_a, qualified_name, remap
 from shardrec.lookup.optimizers import fused_optimizer_of
 from shardrec.modules.overrides import refuse_overrides
 
-__all__ = ["dynamic_tables", "refuse_remappers", "without_managed_collision"]
-
 _WRAPPER = ("torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbeddingCollection")
 _EVICT = {"LFU_EvictionPolicy": "lfu", "LRU_EvictionPolicy": "lru", "DistanceLFU_EvictionPolicy": "score"}
 

@@ -18,8 +18,6 @@ from shardrec.modules.optim import FusedOptimizers
 from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ModelContext
 
-__all__ = ["COMPILED", "EAGER", "AheadOfSome", "dense_signature"]
-
 
 class AheadOfSome(Ahead):
     """Calls made ahead of a forward that also makes others.
@@ -50,10 +48,7 @@ class _Model(Protocol):
 class _Forward:
     """A forward of a model.
 
-    Args:
-        model: the sharded model.
-        args: of the forward.
-        kwargs: of the forward.
+    Attributes:
         compiled: the settings of its compiled parts, if there can be any.
         is_outermost: whether it is not inside of another forward of the model.
     """

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
-__all__ = ["ShardedByFsdp", "cut_whole_values", "let_go_of_whole_parameters", "refuse_in_backward"]
-
 
 class _AllGather(DefaultAllGather):
     """FSDP2's, which tells a rank that is gone."""
@@ -99,11 +97,7 @@ class ShardedByFsdp:
         reset()
 
     def begin(self, *, reduce: bool) -> None:
-        """A backward begins.
-
-        Args:
-            reduce: whether it averages the gradients.
-        """
+        """A backward begins. It averages the gradients if ``reduce``."""
         self.filled.clear()
         if reduce != self._is_reduced:
             self._is_reduced = reduce

@@ -14,8 +14,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from shardrec.exchange.peers import peers
 
-__all__ = ["gathered"]
-
 
 def gathered(
     sharded: ShardedTensor, group: dist.ProcessGroup | None = None, device: torch.device | None = None

@@ -14,8 +14,6 @@ from torch import nn
 from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError
 
-__all__ = ["recorded_call"]
-
 
 @left_alone
 def recorded_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Proxy | None:

@@ -16,8 +16,6 @@ from shardrec.layout.discover import qualified_name
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import fused_optimizer_of
 
-__all__ = ["TABLE_DTYPES", "GivenTables", "given_tables"]
-
 TABLE_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 """The weights' dtype for each ``data_type`` of a table that can be sharded."""
 

@@ -26,8 +26,6 @@ from torch.amp.grad_scaler import GradScaler
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
-__all__ = ["TableGradients", "watch_scalers"]
-
 
 class TableGradients(Tensor):
     """The ``grad`` of the placeholder. See [Note: how a GradScaler sees the gradients of tables]."""

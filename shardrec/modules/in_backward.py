@@ -18,8 +18,6 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from shardrec.modules.table import ShardedTable
 
-__all__ = ["copy_in_backward", "dense_in_backward", "has_gradient_hooks", "steps_in_backward", "take_over_steps"]
-
 _MODULE: Any = import_module("torch.distributed.optim.apply_optimizer_in_backward")
 
 

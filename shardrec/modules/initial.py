@@ -52,17 +52,6 @@ from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.layout.discover import configs_of
 
-__all__ = [
-    "WHOLE_BYTES",
-    "TableDraw",
-    "check_init_fn",
-    "draw_dense",
-    "draw_rows",
-    "first_values",
-    "refuse_dense_on_meta",
-    "value_checksums",
-]
-
 WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
 
@@ -131,10 +120,7 @@ class TableDraw:
 def first_values(
     collection: EmbeddingBagCollection | EmbeddingCollection,
 ) -> Iterator[tuple[str, Tensor | TableDraw]]:
-    """Each table's name and its (num_embeddings, embedding_dim) initial values, or how to draw them.
-
-    Args:
-        collection: unsharded.
+    """Each table's name and its (num_embeddings, embedding_dim) values before sharding, or how to draw them.
 
     Raises:
         ConfigError: if a table is to be drawn by blocks, and its ``init_fn`` cannot be.
@@ -253,9 +239,6 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
 
 def check_init_fn(config: BaseEmbeddingConfig) -> None:
     """Raise for an ``init_fn`` that cannot draw a table by blocks of rows. See [Note: init_fn of a block].
-
-    Args:
-        config: of the table.
 
     Raises:
         ConfigError: if its values depend on the number of rows.

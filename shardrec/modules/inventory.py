@@ -23,8 +23,6 @@ from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable
 from shardrec.step.context import ModelContext
 
-__all__ = ["Item", "Kind", "RowState", "copied", "dense_values", "items", "row_states"]
-
 
 class Kind(Enum):
     """A kind of state. For values of rows, the first part of their names in a checkpoint."""

@@ -22,8 +22,6 @@ from shardrec.modules.compiled_outputs import Deferred, DeferredJaggedTensor, De
 from shardrec.modules.operators import Program
 from shardrec.pending import Await, awaitable
 
-__all__ = ["LiveBags", "LiveSequences", "parameters_of"]
-
 
 def parameters_of(module: nn.Module) -> nn.Module:
     """A module that only holds another module's parameters, under their names."""
@@ -123,14 +121,7 @@ class _Live(nn.Module):
 
 
 class LiveBags(_Live):
-    """The twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters.
-
-    Args:
-        collection: the eager module.
-        tables: its tables.
-        keys: of the output.
-        dims: columns per key.
-    """
+    """The twin of a :class:`ShardedEmbeddingBagCollection`, with its live parameters."""
 
     def __init__(self, collection: ShardedCollection, tables: nn.Module, keys: list[str], dims: list[int]) -> None:
         super().__init__(collection, lambda values: (values, values.new_empty(0), torch.empty(0, dtype=torch.int64)))
@@ -143,19 +134,19 @@ class LiveBags(_Live):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
         """Look up the local batch."""
-        return awaitable(finish_bags, *self.queued(features))
+        return awaitable(_finish_bags, *self.queued(features))
 
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """The same for a tracer."""
-        return DeferredKeyedTensor(Deferred(finish_bags, *self.queued(features)), self.keys, self.dims)
+        return DeferredKeyedTensor(Deferred(_finish_bags, *self.queued(features)), self.keys, self.dims)
 
     def queued(
         self, features: KeyedJaggedTensor
     ) -> tuple[Tensor, Tensor, int, int, torch.dtype, int, list[str], list[int]]:
-        """Queue the lookup. Gives the arguments of :func:`finish_bags`."""
+        """Queue the lookup. Gives the arguments of :func:`_finish_bags`."""
         order, ticket = self.begin(features)
-        batch = samples(features, self.feature)
+        batch = _samples(features, self.feature)
         return order, ticket, batch, self.width, self.output_dtype, self.number, self.keys, self.dims
 
 
@@ -191,13 +182,13 @@ class LiveSequences(_Live):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
-        return awaitable(finish_sequences, *self.queued(features))
+        return awaitable(_finish_sequences, *self.queued(features))
 
     @torch.jit.unused
     def traced(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """The same for a tracer."""
-        pending = Deferred(finish_sequences, *self.queued(features))
-        lengths = lengths_by_key(features)
+        pending = Deferred(_finish_sequences, *self.queued(features))
+        lengths = _lengths_by_key(features)
         keys = features.keys()
         return {
             name: DeferredJaggedTensor(pending, name, lengths[keys.index(feature)])
@@ -207,13 +198,13 @@ class LiveSequences(_Live):
     def queued(
         self, features: KeyedJaggedTensor
     ) -> tuple[Tensor, Tensor, KeyedJaggedTensor, int, torch.dtype, int, list[str], list[str], bool]:
-        """Queue the lookup. Gives the arguments of :func:`finish_sequences`."""
+        """Queue the lookup. Gives the arguments of :func:`_finish_sequences`."""
         order, ticket = self.begin(features)
         width, dtype, need = self.width, self.output_dtype, self.need_indices
         return order, ticket, features, width, dtype, self.number, self.names, self.features, need
 
 
-def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
+def _lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
     """Ids per sample and key. Of the full batch, for keys with inverse indices."""
     if features.variable_stride_per_key():
         lengths = list(features.lengths().split(features.stride_per_key()))
@@ -231,7 +222,7 @@ def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
     return list(features.lengths().view(len(features.keys()), -1).unbind(0))
 
 
-def samples(features: KeyedJaggedTensor, feature: str) -> int:
+def _samples(features: KeyedJaggedTensor, feature: str) -> int:
     """Number of samples of the full batch; without inverse indices, of a feature that is looked up."""
     indices = features.inverse_indices_or_none()
     if indices is not None:  # noqa: SIM102  # TorchScript refines the Optional so
@@ -245,7 +236,7 @@ def samples(features: KeyedJaggedTensor, feature: str) -> int:
     return stride
 
 
-def finish_bags(
+def _finish_bags(
     order: Tensor,
     ticket: Tensor,
     batch: int,
@@ -260,7 +251,7 @@ def finish_bags(
     return KeyedTensor(keys, dims, arrived[0])
 
 
-def finish_sequences(
+def _finish_sequences(
     order: Tensor,
     ticket: Tensor,
     features: KeyedJaggedTensor,
@@ -276,7 +267,7 @@ def finish_sequences(
         order, ticket, features.values(), None, width, len(names), need_indices, dtype, number
     )
     counts = counts_of(numbers, rows.size(0))
-    rows_of, lengths = rows.split(counts), lengths_by_key(features)
+    rows_of, lengths = rows.split(counts), _lengths_by_key(features)
     ids_of = ids.split(counts) if need_indices else rows_of
     outputs: dict[str, JaggedTensor] = {}
     for place, name in enumerate(names):

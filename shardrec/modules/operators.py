@@ -48,8 +48,6 @@ from shardrec.step.context import ModelContext
 from shardrec.step.exchange import finish
 from shardrec.step.records import Exchange, InFlight
 
-__all__ = ["Program"]
-
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "
@@ -119,11 +117,7 @@ class _Issued:
 
 
 class _Backward:
-    """The backward of one exchange, in two halves.
-
-    Args:
-        exchange: that is gone back.
-    """
+    """The backward of one exchange, in two halves."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._sent, self._leaves = exchange.cut_graph()

@@ -24,8 +24,6 @@ from shardrec.modules.grad_scaler import TableGradients
 from shardrec.modules.table import as_one_tensor, copy_rows, local_parts
 from shardrec.step.context import ModelContext
 
-__all__ = ["FusedOptimizers", "NoFusedOptimizer"]
-
 
 class NoFusedOptimizer(ConfigError, AttributeError):
     """The model lacks fused optimizers. It is an AttributeError, so that ``hasattr`` returns False."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from shardrec.errors import ConfigError
 
-__all__ = ["copy_hooks", "refuse_overrides"]
-
 _READ_BEFORE = {"embedding_bag_configs", "embedding_configs", "is_weighted", "extra_repr"}
 
 

@@ -30,8 +30,6 @@ from shardrec.step.records import InFlight
 from shardrec.step.sequence_rows import SequenceKey, SequenceOutput
 from shardrec.step.step import Step
 
-__all__ = ["SequenceEmbeddings", "ShardedEmbeddingCollection"]
-
 
 class SequenceEmbeddings(LazyGetItemMixin[str, JaggedTensor], LazyAwaitable[dict[str, JaggedTensor]]):
     """A dict of JaggedTensors with an all-to-all that is in progress or about to begin. Its first use waits, also

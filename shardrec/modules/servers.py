@@ -7,8 +7,6 @@ from dataclasses import KW_ONLY, dataclass
 
 from shardrec.errors import ConfigError
 
-__all__ = ["Servers"]
-
 
 @dataclass(frozen=True)
 class Servers:

@@ -61,16 +61,6 @@ if TYPE_CHECKING:
 TorchRecAwaitable.register(Awaitable)
 TorchRecLazyAwaitable.register(LazyAwaitable)
 
-__all__ = [
-    "agree_on_plan",
-    "agree_on_values",
-    "features_of",
-    "put_in_place",
-    "shard",
-    "sharded_collection",
-    "with_sharded",
-]
-
 UpdateTime = Literal["backward", "step"]
 """When tables with an optimizer of their own are updated."""
 

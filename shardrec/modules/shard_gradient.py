@@ -16,8 +16,6 @@ from torch.nn.utils import clip_grad
 
 from shardrec.errors import ConfigError
 
-__all__ = ["ShardGradient", "mark_gradients"]
-
 
 class ShardGradient(Tensor):
     """A gradient like any other, except to ``torch.nn.utils.clip_grad_norm_``. Results are plain Tensors."""

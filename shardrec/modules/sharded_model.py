@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
     from shardrec.planner.replanning import Replanned
 
-__all__ = ["ShardedModel", "require_sharded"]
-
 
 class ShardedModel(nn.Module):
     """The result of :func:`shardrec.shard`. It has the attributes, state_dict keys and parameter names of its model.

@@ -10,8 +10,6 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.table import ShardedTable
 from shardrec.step.records import InFlight
 
-__all__ = ["Storage"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:

@@ -35,19 +35,6 @@ from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.full_tables import gathered
 
-__all__ = [
-    "ModuleWatch",
-    "ShardedTable",
-    "StateDictError",
-    "TableWatch",
-    "as_one_tensor",
-    "averaged_parameters",
-    "copy_rows",
-    "load_table",
-    "local_parts",
-    "settle",
-]
-
 
 class StateDictError(ConfigError, RuntimeError):
     """A state_dict has values that tables cannot take; also a RuntimeError, as torch's."""
@@ -176,11 +163,7 @@ class ShardedTable(nn.Module):
 
 
 class TableWatch:
-    """Notices what is done to the parameters of tables, in as little time as a step can spare.
-
-    Args:
-        tables: of a collection.
-    """
+    """Notices what is done to the parameters of tables, in as little time as a step can spare."""
 
     def __init__(self, tables: Sequence[ShardedTable]) -> None:
         self._tables = tables
@@ -208,11 +191,7 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class ModuleWatch:
-    """Notices that a module has other parameters or modules in it than before, in as little time as a step can spare.
-
-    Args:
-        module: its parameters and modules are remembered.
-    """
+    """Notices that a module has other parameters or modules in it than before, in as little time as it can."""
 
     def __init__(self, module: nn.Module) -> None:
         self._holders = [holder for child in module.modules() for holder in (child._parameters, child._modules)]

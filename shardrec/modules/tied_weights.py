@@ -8,8 +8,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from shardrec.errors import ConfigError
 from shardrec.layout.discover import collections_of
 
-__all__ = ["refuse_ties"]
-
 
 def refuse_ties(model: nn.Module) -> None:
     """Raise if a table's weight is not a parameter of the table alone.

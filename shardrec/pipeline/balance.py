@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardrec.errors import ConfigError
 from shardrec.pipeline.skip import SkipTracker, use_skip_tracker
 
-__all__ = ["balance_by_size", "balance_by_time", "check_balance", "partition"]
-
 
 def partition(costs: Sequence[float], stages: int) -> list[int]:
     """Cut a sequence into runs so that the cost of the most costly run is minimal.

@@ -29,8 +29,6 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import leaves
 from shardrec.step.records import GradMode
 
-__all__ = ["ForwardRecord", "ModuleCall", "PostProcessed", "Source"]
-
 _DEEPEST = 4
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -88,11 +86,7 @@ class Source:
 
 
 class PostProcessed:
-    """A batch, and the outputs of the post-processors that have run on it ahead of its step.
-
-    Args:
-        batch: on the device.
-    """
+    """A batch, and the outputs of the post-processors that have run on it ahead of its step."""
 
     def __init__(self, batch: object) -> None:
         self._batch = batch
@@ -150,9 +144,6 @@ def _drop(module: nn.Module, name: str, _: object) -> None:
 
 class ForwardRecord:
     """What a forward shows of where its values come from. It is made before the forward.
-
-    Args:
-        batch: of the forward.
 
     Attributes:
         calls: the calls inside of :meth:`calls_of`.

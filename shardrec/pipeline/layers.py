@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
 
-__all__ = ["check_layers"]
-
 
 def check_layers(module: nn.Sequential) -> None:
     """Check that nothing in a sequential reduces gradients, or updates weights, at each micro-batch.

@@ -22,8 +22,6 @@ from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ForwardState, ModelContext
 from shardrec.step.records import GradMode
 
-__all__ = ["Lookahead", "tell_others"]
-
 _Result = TypeVar("_Result")
 
 _Observed = list[tuple[Any, object, GradMode]]
@@ -130,9 +128,6 @@ class Lookahead:
 
     def step(self, forward: Callable[[Any], _Result]) -> _Result:
         """One step, up to its backward.
-
-        Args:
-            forward: from the batch to the result that is returned.
 
         Raises:
             StopIteration: if there is no further batch.
@@ -357,13 +352,7 @@ class Lookahead:
             context.headers.fail_all(f"the model's forward failed: {quoted(error)}", FORWARD_FAILED)
 
     def _find_sources(self, slot: _Slot, observed: _Observed | None, record: ForwardRecord | None) -> None:
-        """Find the sources of the features of this step's calls.
-
-        Args:
-            slot: of this step.
-            observed: the calls of sharded modules. None if they were not observed.
-            record: of the first step's forward.
-        """
+        """Find the sources of the features of this step's calls."""
         if observed is None:
             return
         known = self._calls or []

@@ -17,8 +17,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from shardrec.pending import wait
 
-__all__ = ["Failure", "Key", "Mailbox", "Message", "flatten"]
-
 
 class Key(NamedTuple):
     """Names a message within a step.

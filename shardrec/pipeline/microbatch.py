@@ -20,8 +20,6 @@ from shardrec.errors import ConfigError
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["batch_size", "gather", "scatter", "sizes_of"]
-
 
 def sizes_of(total: int, chunks: int) -> list[int]:
     """Samples per micro-batch: as even as can be, the larger ones first, none empty unless all are.

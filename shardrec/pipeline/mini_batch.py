@@ -24,8 +24,6 @@ from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
 from shardrec.pipeline.stage_channel import PeerPort, Peers
 from shardrec.pipeline.timeline import Recorder
 
-__all__ = ["Run"]
-
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

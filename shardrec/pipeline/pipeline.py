@@ -22,8 +22,6 @@ from shardrec.pipeline.stage import Checkpoint, Stage
 from shardrec.pipeline.stage_channel import Peers
 from shardrec.pipeline.timeline import Recorder, Timeline
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline(nn.Module):
     """A sequential cut into stages, which work on micro-batches at the same time.

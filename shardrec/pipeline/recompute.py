@@ -22,8 +22,6 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Modes", "RandomState", "RandomStream"]
-
 
 class Modes:
     """The caller's modes, which belong to a thread, for the threads that work for it and for recomputations.
@@ -53,11 +51,7 @@ _GENERATOR = threading.Lock()
 
 
 class RandomStream(TorchDispatchMode):
-    """Random numbers on the CPU, drawn on a thread where this mode is active, come from a separate stream.
-
-    Args:
-        seed: of the stream.
-    """
+    """Random numbers on the CPU, drawn on a thread where this mode is active, come from a separate stream."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

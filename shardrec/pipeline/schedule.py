@@ -22,8 +22,6 @@ from typing import Literal
 
 from shardrec.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "ScheduleName", "gpipe", "in_order", "one_f_one_b", "only"]
-
 ScheduleName = Literal["gpipe", "1f1b"]
 
 

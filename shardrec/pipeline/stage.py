@@ -38,8 +38,6 @@ from shardrec.pipeline.skip.tracker import SkipTracker, changed_in_place, use_sk
 from shardrec.pipeline.statistics import MiniBatchStatistics
 from shardrec.pipeline.timeline import Recorder
 
-__all__ = ["Checkpoint", "Stage", "StageStep", "Step"]
-
 Checkpoint = Literal["always", "except_last", "never"]
 """Which micro-batches keep no graph between forward and backward, but compute the forward once more."""
 

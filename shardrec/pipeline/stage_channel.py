@@ -30,8 +30,6 @@ from shardrec.exchange.subgroups import subgroup
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
 
-__all__ = ["PeerPort", "Peers"]
-
 T = TypeVar("T")
 
 _FRAME = 1024

@@ -17,15 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardrec.exchange.recomputation import is_recomputing
 
-__all__ = ["MiniBatchStatistics"]
-
 
 class MiniBatchStatistics:
-    """The batch norms of a stage during a step.
-
-    Args:
-        modules: the stage's.
-    """
+    """The batch norms of a stage during a step."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         # SyncBatchNorm exchanges its statistics in forward, and keeps its own way.

@@ -14,8 +14,6 @@ import torch
 from shardrec.errors import PipelineError
 from shardrec.pipeline.schedule import Action
 
-__all__ = ["Recorder", "Span", "Timeline"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Span:

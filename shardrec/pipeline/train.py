@@ -38,8 +38,6 @@ from shardrec.modules.clipping import check_clipping, clip_by_norm
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
-__all__ = ["TrainPipeline"]
-
 
 class TrainPipeline:
     """Trains a sharded model, working ahead on the next batches. An iterator over its steps.

@@ -45,8 +45,6 @@ from shardrec.exchange.agree import Ranks, all_gather, on_first_rank
 from shardrec.exchange.headers import checksum
 from shardrec.replicas.replicas import Replicas, dtype_buckets, spread
 
-__all__ = ["Arrival", "ElasticGroup", "Phase"]
-
 Phase = Literal["new", "trains", "ended"]
 """Of a run: before its replicas have met for the first time, while they train, and after its end."""
 

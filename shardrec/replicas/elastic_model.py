@@ -41,8 +41,6 @@ from shardrec.step.context import ModelContext
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["ElasticModel"]
-
 _SYNC = "sync_replicas"
 
 

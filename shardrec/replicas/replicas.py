@@ -31,18 +31,7 @@ from shardrec.exchange.subgroups import end_with, subgroup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.table import ShardedTable
 
-__all__ = [
-    "Averager",
-    "ReplicaGroups",
-    "Replicas",
-    "TrainedTables",
-    "dtype_buckets",
-    "replica_ranks",
-    "spread",
-    "stream_buckets",
-]
-
-BUCKET_BYTES = 64 * 2**20
+_BUCKET_BYTES = 64 * 2**20
 """Size of one all-reduce: large enough for the network's full rate, small beside the tables."""
 
 
@@ -165,7 +154,7 @@ def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor
         yield bucket
 
 
-def dtype_buckets(tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+def dtype_buckets(tensors: Iterable[Tensor], bucket_bytes: int = _BUCKET_BYTES) -> Iterator[list[Tensor]]:
     """:func:`stream_buckets` of contiguous tensors, grouped by dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -185,7 +174,7 @@ class Averager:
         bucket_bytes: size of one collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         self._group = group
         self._ranks = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)

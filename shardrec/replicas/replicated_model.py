@@ -36,8 +36,6 @@ from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas, TrainedTables
 from shardrec.step.context import ModelContext
 
-__all__ = ["ReplicatedModel"]
-
 
 class ReplicatedModel(ShardedModel):
     """The result of :func:`shardrec.shard` with ``replicas``: a :class:`ShardedModel` with several copies of its

@@ -33,8 +33,6 @@ from shardrec.serve.published import base_of, data_name, encoded, published_tens
 from shardrec.serve.quantize import CHUNK, table_formats, whole_row_ranges
 from shardrec.serve.served_model import ServedModel
 
-__all__ = ["Publisher"]
-
 Changed = dict[PartKey, Tensor | None]
 """The rows per part that have changed since the last publish, (n,) int64 ascending. None for all."""
 

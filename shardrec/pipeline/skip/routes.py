@@ -11,16 +11,11 @@ from torch import nn
 from shardrec.pipeline.skip.skippable import Skippable
 from shardrec.pipeline.skip.tracker import SkipKey
 
-__all__ = ["Route", "skip_routes", "verify_skippables"]
-
 
 def _skippables(module: nn.Sequential) -> Iterator[tuple[int, str, Skippable]]:
     """The skippables of a sequential, in order.
 
     Those inside of a layer are taken in order of registration, which for a nested sequential is the order of execution.
-
-    Args:
-        module: the sequential.
 
     Yields:
         Number of the layer, path of the skippable in the sequential, the skippable.
@@ -98,10 +93,6 @@ class Route:
 
 def skip_routes(module: nn.Sequential, balance: Sequence[int]) -> list[Route]:
     """The skips of a sequential that leave their stage, in order of their stash.
-
-    Args:
-        module: the sequential.
-        balance: number of layers per stage.
 
     Raises:
         TypeError: as :func:`verify_skippables` does.

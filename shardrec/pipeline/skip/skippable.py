@@ -22,8 +22,6 @@ from torch import nn
 from shardrec.errors import ConfigError, PipelineError
 from shardrec.pipeline.skip.tracker import Namespace, SkipKey, current_skip_tracker
 
-__all__ = ["Skippable", "pop", "skippable", "stash"]
-
 
 @dataclass(frozen=True, slots=True)
 class stash:

@@ -22,16 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardrec.errors import PipelineError
 
-__all__ = [
-    "Namespace",
-    "SkipKey",
-    "SkipTracker",
-    "changed_in_place",
-    "current_skip_tracker",
-    "use_skip_tracker",
-    "versions_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Namespace:

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["is_list", "is_null", "is_number", "is_text", "mask", "plain", "plain_column", "values_of", "whole"]
-
 
 def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array of values, without a dictionary."""

@@ -13,8 +13,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.trainer.data.order import BatchRequest
 from shardrec.trainer.data.schema import ClickSchema
 
-__all__ = ["ClickBatch", "ClickData"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClickBatch:

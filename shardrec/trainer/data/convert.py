@@ -34,8 +34,6 @@ from shardrec.trainer.data.urls import path_of, stamp
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["convert", "counted"]
-
 _VERSION = 1
 """Of the form of converted files. Files of another are made again."""
 

@@ -35,17 +35,6 @@ from shardrec.trainer.data.tasks import Task
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "Dictionary",
-    "Encoded",
-    "column_fault",
-    "count_values",
-    "encode",
-    "group_keys",
-    "row_numbers",
-    "spells_numbers",
-]
-
 _Value = TypeVar("_Value", bound=np.generic)
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"

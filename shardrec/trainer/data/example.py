@@ -16,8 +16,6 @@ from shardrec.trainer.data.urls import files_of, open_input
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["values_of_file"]
-
 _ROWS = 100
 _MOST_IDS = 10
 

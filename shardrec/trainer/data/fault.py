@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Reason", "RowFault", "shown", "shown_scalar"]
-
 _SHOWN = 60
 
 

@@ -31,8 +31,6 @@ from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import FileInfo, check_file
 from shardrec.trainer.data.urls import TOPIC, check_listable, files_of, gone_of, open_input, path_of
 
-__all__ = ["Arrival", "Feed", "watermark"]
-
 _MANIFEST_BYTES = 1 << 20
 """Bytes of a manifest that are read at once."""
 

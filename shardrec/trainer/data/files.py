@@ -43,8 +43,6 @@ from shardrec.trainer.data.synthetic import SyntheticClickData
 from shardrec.trainer.data.tables import FileInfo, check_part, is_of_file
 from shardrec.trainer.data.urls import files_of
 
-__all__ = ["FileClickData", "check_kinds", "open_click_data"]
-
 _THREADS = 2
 _ROWS_AHEAD = 1 << 19
 """Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""

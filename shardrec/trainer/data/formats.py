@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import csv
 
-__all__ = ["Rows", "columns_of", "file_kind", "read_rows", "text_head", "undamaged", "usual_delimiter"]
-
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}

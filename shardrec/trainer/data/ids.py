@@ -34,18 +34,6 @@ from shardrec.trainer.data.preprocess import mixed
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "ID_WORDS",
-    "are_whole",
-    "exact_below",
-    "hash_texts",
-    "id_keys",
-    "id_texts",
-    "present",
-    "text_keys",
-    "vocabulary_places",
-]
-
 ID_WORDS = "give a text in UTF-8, or a whole number; as a float one below 2^53 (float32: 2^24), where it is exact"
 _OF_FLOATS = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)$"
 _WHOLE = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)?$"

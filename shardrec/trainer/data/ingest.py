@@ -32,8 +32,6 @@ from shardrec.trainer.data.request import named_spec, table_of
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.urls import open_input, path_of
 
-__all__ = ["ROUND", "IngestProcess", "Ingester", "columns_of_records", "left_out_of", "number_of"]
-
 ROUND = 1 << 16
 """Most records of a file."""
 

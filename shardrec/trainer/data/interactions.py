@@ -30,8 +30,6 @@ from shardrec.trainer.data.urls import files_of, open_input
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Columns", "Interactions", "read_interactions"]
-
 Ints = NDArray[np.int64]
 
 _NAMES = {

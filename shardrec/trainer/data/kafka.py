@@ -21,8 +21,6 @@ from shardrec.files import UnreachableError, parse_json
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message  # an extra
 
-__all__ = ["Place", "Record", "Round", "Topic"]
-
 _ROUND_BYTES = 64 << 20
 """Values of a round, but for those of the last message that was asked for."""
 

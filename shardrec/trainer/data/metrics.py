@@ -12,8 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from shardrec import ConfigError
 from shardrec.trainer.data.ranking import RankingMetrics, check_scores, ranking_metrics
 
-__all__ = ["ClickMetrics", "area_under_roc", "click_metrics"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClickMetrics:

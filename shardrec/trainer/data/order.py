@@ -38,19 +38,6 @@ from numpy.typing import NDArray
 from shardrec import ConfigError
 from shardrec.trainer.data.preprocess import mixed
 
-__all__ = [
-    "STREAMS",
-    "BatchRequest",
-    "Chunk",
-    "Slice",
-    "deal",
-    "held_out",
-    "rows_before",
-    "slices",
-    "stream_count",
-    "stream_share",
-]
-
 STREAMS = 64
 """Default number of streams: a multiple of the usual numbers of ranks."""
 

@@ -34,8 +34,6 @@ from shardrec.trainer.data.preprocess import transform_dense
 from shardrec.trainer.data.schema import ClickSchema, criteo_schema
 from shardrec.trainer.data.zipf import AliasTables, zipf_probabilities
 
-__all__ = ["PlantedModel", "PlantedRows", "RandomStream", "SyntheticConfig"]
-
 _QUANTILES = 4096  # values a dense feature can take; 12 bits of a uniform number choose one
 _FACTORS = 2
 _CHUNK = 8192  # rows made at once: small enough for the working set to stay in cache

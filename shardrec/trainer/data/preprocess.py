@@ -20,8 +20,6 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["days", "hash_categories", "mixed", "transform_dense"]
-
 
 def days(text: bytes) -> float:
     """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601. NaN for another text."""

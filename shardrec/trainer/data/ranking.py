@@ -13,8 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardrec import ConfigError
 
-__all__ = ["RankingMetrics", "check_scores", "placed_metrics", "ranking_metrics"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankingMetrics:

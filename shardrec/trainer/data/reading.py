@@ -22,8 +22,6 @@ from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at, join_rows
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import FileInfo, TableBlock, read_blocks
 
-__all__ = ["Part", "Reader", "StreamRows", "shuffled"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:

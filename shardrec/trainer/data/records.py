@@ -18,8 +18,6 @@ from shardrec.files import open_regular, parse_json
 from shardrec.launch import check_extra
 from shardrec.trainer.data.fault import Reason, RowFault
 
-__all__ = ["Decode", "decoder_of"]
-
 Decode = Callable[[bytes], object]
 """Gives a record's object, or the fault of one that is none."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from shardrec.trainer.data.click_data import ClickBatch
 
-__all__ = ["batch_of_request", "named_spec", "request_example", "table_of", "whole_sequences"]
-
 _PLAIN = Feature(name="label", kind="dense")
 """How a label, a weight, a group or an event time is written."""
 

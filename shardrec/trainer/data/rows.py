@@ -26,8 +26,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.trainer.data.click_data import ClickBatch
 from shardrec.trainer.data.schema import ClickSchema
 
-__all__ = ["NO_TIME", "ClickRows", "bags_at", "join_rows"]
-
 NO_TIME = -62_135_596_800.0
 """The first second of the calendar, which stands for no event time."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from shardrec import ConfigError
 
-__all__ = ["CRITEO_CARDINALITIES", "ClickSchema", "criteo_schema"]
-
 CRITEO_CARDINALITIES: tuple[int, ...] = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
     27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,

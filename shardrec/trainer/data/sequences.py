@@ -28,8 +28,6 @@ from shardrec.trainer.data.spec import VOCABULARIES
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["write_sequences"]
-
 _VALUES_AT_ONCE = 1 << 22
 """Values of histories that are in memory at once."""
 _GROUP_ROWS = 1 << 12

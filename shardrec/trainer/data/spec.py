@@ -44,26 +44,10 @@ from shardrec.trainer.data.schema import ClickSchema, criteo_schema
 from shardrec.trainer.data.tasks import Task
 from shardrec.trainer.yaml_files import parse_yaml
 
-__all__ = [
-    "FIRST_IDS",
-    "IDS",
-    "VOCABULARIES",
-    "Feature",
-    "FeatureSpec",
-    "Label",
-    "click_spec",
-    "criteo_spec",
-    "load_spec",
-    "parse_spec",
-    "read_spec",
-    "recorded_ids",
-    "sources_of",
-]
-
 Kind = Literal["id", "multi_hot", "weighted", "sequence", "dense"]
 Ids = Literal["hash", "number", "vocabulary", "buckets", "hexadecimal"]
 
-FROM_DATA = "from_data"
+_FROM_DATA = "from_data"
 """What stands for a vocabulary that is counted in the rows to train on."""
 
 VOCABULARIES = "vocabularies.json"
@@ -75,7 +59,7 @@ IDS = "ids.json"
 FIRST_IDS: Mapping[str, Any] = {"rules": 1, "spelling": {}}
 """What :data:`IDS` would say of a run that has none: texts are ids as they are written."""
 
-CONSTANT = "constant"
+_CONSTANT = "constant"
 """Name of the dense column of ones that data without dense columns have, for models that need one."""
 
 
@@ -185,7 +169,7 @@ class Feature(_Strict):
             )
         if self.vocabulary == ():
             raise ValueError("the vocabulary is empty: give values, or from_data")
-        if self.min_count is not None and self.vocabulary != FROM_DATA:
+        if self.min_count is not None and self.vocabulary != _FROM_DATA:
             raise ValueError("min_count is for vocabulary: from_data")
         if (self.kind == "weighted") != (self.weights is not None):
             raise ValueError("weights names the column of a weighted feature's weights, and of no other's")
@@ -240,7 +224,7 @@ class Feature(_Strict):
         Raises:
             ConfigError: if its vocabulary is to be counted.
         """
-        if self.vocabulary == FROM_DATA:
+        if self.vocabulary == _FROM_DATA:
             raise ConfigError(
                 f"feature {self.name!r} has a vocabulary from data, which has not been counted: shardrec train counts "
                 f"it and keeps it as {VOCABULARIES} in the run's folder. Use the spec there, or copy that file beside "
@@ -351,7 +335,7 @@ class FeatureSpec(_Strict):
     @cached_property
     def uncounted(self) -> tuple[Feature, ...]:
         """Those whose vocabulary is to be counted, each table's first."""
-        return tuple(feature for feature in self.sparse if feature.vocabulary == FROM_DATA and feature.share is None)
+        return tuple(feature for feature in self.sparse if feature.vocabulary == _FROM_DATA and feature.share is None)
 
     def with_vocabularies(self, vocabularies: Mapping[str, Sequence[str]]) -> FeatureSpec:
         """The spec with counted vocabularies, by feature, in place of ``from_data``.
@@ -432,7 +416,7 @@ class FeatureSpec(_Strict):
     def schema_(self) -> ClickSchema:
         """Names and table sizes, for models."""
         return ClickSchema(
-            dense_names=tuple(feature.name for feature in self.dense) or (CONSTANT,),
+            dense_names=tuple(feature.name for feature in self.dense) or (_CONSTANT,),
             sparse_names=tuple(feature.name for feature in self.sparse),
             num_embeddings=tuple(feature.num_embeddings for feature in self.sparse),
             weighted=any(feature.kind == "weighted" for feature in self.sparse),

@@ -18,8 +18,6 @@ from shardrec.trainer.data.tables import FileInfo, read_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Each", "decided"]
-
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 

@@ -27,8 +27,6 @@ from shardrec.trainer.data.urls import files_of, open_input
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Suggestion", "flow", "suggest"]
-
 _Settings: TypeAlias = dict[str, object]
 """What a spec says of a file or a feature, by field."""
 

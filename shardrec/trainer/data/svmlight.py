@@ -22,8 +22,6 @@ from shardrec.trainer.data.fault import Reason, RowFault, shown
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["COLUMNS", "parse_svmlight"]
-
 COLUMNS = ("label", "qid", "ids", "values")
 _TOKEN = r"^[0-9A-Za-z_]+:[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 

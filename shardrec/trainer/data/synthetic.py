@@ -13,8 +13,6 @@ from shardrec.trainer.data.planted import PlantedModel, PlantedRows, RandomStrea
 from shardrec.trainer.data.rows import ClickRows
 from shardrec.trainer.data.schema import ClickSchema
 
-__all__ = ["BestMetrics", "SyntheticClickData"]
-
 _EXPECTATION_ROWS = 500_000
 
 _planted = lru_cache(maxsize=4)(PlantedModel)

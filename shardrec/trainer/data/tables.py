@@ -31,19 +31,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-__all__ = [
-    "FAULT",
-    "FileInfo",
-    "MissingColumnsError",
-    "TableBlock",
-    "check_file",
-    "check_part",
-    "is_of_file",
-    "parquet_info",
-    "read_blocks",
-    "rows_between",
-]
-
 FAULT = "shardrec_fault"
 """The column of a converted file that says why a row could not be parsed, and what to do, as JSON; else null."""
 

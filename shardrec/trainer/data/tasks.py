@@ -8,8 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-__all__ = ["Task"]
-
 
 class Task(BaseModel):
     """One label.

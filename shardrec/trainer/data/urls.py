@@ -14,8 +14,6 @@ from shardrec.files import UnreachableError, file_system
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["TOPIC", "check_listable", "files_of", "gone_of", "open_input", "path_of", "stamp"]
-
 TOPIC = "kafka://"
 """What the URL of a topic of Kafka begins with."""
 

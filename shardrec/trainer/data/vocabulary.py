@@ -12,8 +12,6 @@ from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.spelling import Each
 from shardrec.trainer.data.tables import FileInfo, read_blocks
 
-__all__ = ["count_vocabularies"]
-
 
 def count_vocabularies(
     files: Sequence[FileInfo],

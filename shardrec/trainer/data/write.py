@@ -27,8 +27,6 @@ from shardrec.trainer.data.synthetic import SyntheticClickData
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["write_criteo_tsv", "write_parquet"]
-
 _ROWS_AT_ONCE = 16_384
 _PARQUET = (".parquet", ".pq")
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AliasTables", "zipf_probabilities"]
-
 
 def zipf_probabilities(count: int, exponent: float) -> NDArray[np.float64]:
     """Probabilities proportional to ``1 / (rank ** exponent)``: float64 (count,), largest first, sum 1."""
