@@ -38,8 +38,11 @@ class KeepsGradients(Protocol):
     def update_kept(self) -> None: ...
 
 
-Returning = tuple[Tensor, Tensor, Sequence[KeepsGradients]]
-"""A tensor that was sent, its gradient, and the lookups that it updates."""
+class GoesBack(Protocol):
+    """A :class:`~shardrec.step.exchange.SharedExchange`."""
+
+    @property
+    def lookups(self) -> Sequence[KeepsGradients]: ...
 
 
 class Gradients:
@@ -54,8 +57,10 @@ class Gradients:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
         accumulates: forwards are in ``no_sync``.
         reduce_this_backward: the last forward with gradients ran outside ``no_sync``. Its backward all-reduces.
-        returning: what the operators of a program in backward have sent, and receive at its end.
-        held: lookups that keep the gradients of a program's backward until its end.
+        returning: tensors that the operators of a program in backward have sent, and tensors that they receive at its
+            end.
+        going_back: the exchanges of these.
+        open_lookups: that keep the gradients of a program's backward until its end.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
@@ -66,15 +71,11 @@ class Gradients:
         self.accumulates = False
         self.reduce_this_backward = True
         self._had_gradients = False  # the last forward
-        self.returning: list[Returning] = []
-        self.held: list[KeepsGradients] = []
+        self.returning: list[tuple[Tensor, Tensor]] = []
+        self.going_back: list[GoesBack] = []
+        self.open_lookups: list[KeepsGradients] = []
         self.backward = BackwardWatch(report_failure, self._backward_begins)
         life_cycle.gradients_go_back.append(self.backward.begin)
-
-    def forget_program(self) -> None:
-        """Drop what a program's backward that raised has left."""
-        self.returning.clear()
-        self.held.clear()
 
     def begin_forward(self) -> None:
         """A forward begins: if it has gradients, it decides whether its backward averages them. One that a backward

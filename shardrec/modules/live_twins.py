@@ -33,13 +33,13 @@ def parameters_of(module: nn.Module) -> nn.Module:
     return holder
 
 
-_SITES = count()
+_CALLERS = count()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _next_site() -> int:
+def _next_caller() -> int:
     """A number of its own for each call that a tracer sees. Else a compiler would make two equal calls once."""
-    return next(_SITES)
+    return next(_CALLERS)
 
 
 class _Live(nn.Module):
@@ -93,12 +93,9 @@ class _Live(nn.Module):
             strides = features._stride_per_key_per_rank
         else:
             stride = features.stride()
-        scripted: bool | None = None
-        site = 0
-        if torch.jit.is_scripting():
-            scripted = self.training  # of the program. A tracer leaves that to the module
-        else:
-            site = _next_site()
+        caller = -1 if self.training else -2  # the program's mode. A tracer leaves it to the module
+        if not torch.jit.is_scripting():
+            caller = _next_caller()
         order, ticket = torch.ops.shardrec.issue_lookup(
             self.anchor,
             self.replicas,
@@ -114,8 +111,7 @@ class _Live(nn.Module):
             self.number,
             weights_require_grad,
             torch.is_grad_enabled(),
-            scripted,
-            site,
+            caller,
         )
         return order, ticket
 

@@ -42,7 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation, form_fault, length_fault
-from shardrec.exchange.gradients import Gradients, Returning
+from shardrec.exchange.gradients import Gradients
 from shardrec.modules.collection import ShardedCollection
 from shardrec.step.context import ModelContext
 from shardrec.step.exchange import finish
@@ -52,7 +52,7 @@ _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "
     "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, "
-    "bool weights_require_grad, bool gradients, bool? scripted, int site) -> (Tensor, Tensor)",
+    "bool weights_require_grad, bool gradients, int caller) -> (Tensor, Tensor)",
     tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
@@ -123,8 +123,7 @@ class _Backward:
         self._sent, self._leaves = exchange.cut_graph()
         self._arrived: list[weakref.ref[_Issued]] = []
         self._given: dict[_Issued, Tensor] = {}
-        self._returning: list[Returning] = []
-        self._lookups = exchange.lookups
+        self._returning: list[tuple[Tensor, Tensor]] = []
         self._gradients: dict[int, Tensor] = {}  # of replicas and weights, by id
 
     def arrived(self, issued: _Issued) -> None:
@@ -137,7 +136,7 @@ class _Backward:
         if all(reference() is None or reference() in self._given for reference in self._arrived):
             self._send()
 
-    def returning(self) -> list[Returning]:
+    def returning(self) -> list[tuple[Tensor, Tensor]]:
         """What :func:`_receive` takes, once."""
         if self._given:
             self._send()
@@ -169,36 +168,32 @@ class _Backward:
         for sent, leaf in zip(self._sent, self._leaves, strict=True):
             returned = self.take(leaf)
             if returned is not None:
-                self._returning.append((sent, returned, self._lookups))
+                self._returning.append((sent, returned))
 
 
-def _receive(of: Gradients) -> None:
-    """Receive the gradients of some exchanges, and update the tables."""
+def _receive(of: Gradients, *, is_end: bool) -> None:
+    """Receive the gradients of some exchanges. At the end of the program's backward, update the tables."""
     if of.returning:
-        sent, gradients, _ = zip(*of.returning, strict=True)
+        sent, gradients = zip(*of.returning, strict=True)
         of.returning.clear()
         with _with_autograd(True):
             torch.autograd.backward(sent, gradients, retain_graph=True)
+    of.going_back.clear()
+    while is_end and of.open_lookups:
+        of.open_lookups.pop(0).update_kept()
 
 
 def _receive_early(of: Gradients) -> None:
     """Receive the gradients of some exchanges, and keep those of tables for the end of the program's backward."""
-    lookups = [lookup for _, _, each in of.returning for lookup in each]
-    of.held += lookups
+    lookups = [lookup for exchange in of.going_back for lookup in exchange.lookups]
+    of.open_lookups += lookups
     for lookup in lookups:
         lookup.is_open = True
     try:
-        _receive(of)
+        _receive(of, is_end=False)
     finally:
         for lookup in lookups:
             lookup.is_open = False
-
-
-def _end_backward(of: Gradients) -> None:
-    """The program's backward has reached all its operators."""
-    _receive(of)
-    while of.held:
-        of.held.pop(0).update_kept()
 
 
 _BACKWARDS: weakref.WeakKeyDictionary[Exchange, _Backward] = weakref.WeakKeyDictionary()
@@ -252,7 +247,9 @@ class Program:
         number = int(ticket)
         weights = features.weights_or_none()
         if torch._C._current_graph_task_id() == -1:
-            self._context.gradients.forget_program()  # whose backward raised
+            self._context.gradients.returning.clear()  # of a backward that raised
+            self._context.gradients.going_back.clear()
+            self._context.gradients.open_lookups.clear()
         with _with_autograd(gradients), _in_mode(self._module, scripted):
             if scripted is not None:  # no forward of the model has done so
                 self._context.gradients.begin_forward()
@@ -308,8 +305,10 @@ class Program:
             return None, [None for _ in issued.replicas]
         gradients = self._context.gradients
         if not gradients.returning:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_end_backward, gradients))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_receive, gradients, is_end=True))
         gradients.returning += issued.backward.returning()
+        assert issued.call.exchange is not None, "what has a backward was exchanged"
+        gradients.going_back.append(issued.call.exchange)
         if issued.weights is not None:
             _receive_early(gradients)
         replicas = [issued.backward.take(replica) for replica in issued.replicas]
@@ -371,7 +370,9 @@ def _features(
 
 @torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
 def _issue(anchor: Tensor, replicas: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
-    number, weights_require_grad, gradients, scripted, _ = arguments[9:]
+    number, weights_require_grad, gradients, caller = arguments[9:]
+    # A call of a traced program has a number of its own; TorchScript is -1 in training mode and else -2.
+    scripted = None if caller >= 0 else caller == -1
     detached = [
         tensor if tensor is None else tensor.detach().clone() if scripted is None else tensor.detach()
         for tensor in arguments[:6]
@@ -447,7 +448,7 @@ def _issued_backward(ctx: Any, order: Tensor, _: Tensor | None) -> tuple[Any, ..
     anchor = of_weights[:0]
     weights = None if dtype is None else of_weights.to(dtype)
     # An empty list counts as a list of tensors.
-    return anchor, others, None, None, None, weights, None, None, None, None if ctx.names else [], *[None] * 6
+    return anchor, others, None, None, None, weights, None, None, None, None if ctx.names else [], *[None] * 5
 
 
 def _keep_arrived(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -120,7 +120,7 @@ def test_our_operators_are_what_torch_takes_for_one() -> None:
     given, twin = features(), model.twin
     # Their results are numbers of their own, so not equal from call to call: the rest of opcheck is for what is.
     tests = ("test_schema", "test_autograd_registration")
-    rest = (["a", "b"], [], 2, twin.number, False, True, False)
+    rest = (["a", "b"], [], 2, twin.number, False, True, 0)
     issue: Any = torch.ops.shardrec.issue_lookup.default
     arguments = (twin.anchor, [], given.values(), given.lengths(), None, None, None, None, *rest)
     torch.library.opcheck(issue, arguments, test_utils=tests)
