@@ -78,7 +78,7 @@ def test_json_and_files(tmp_path: Path) -> None:
     assert found["shards"]["user"] == [
         [s.row_start, s.row_end, s.col_start, s.col_end, s.rank] for s in plan.by_name["user"].shards
     ]
-    assert "<svg" in (tmp_path / "html").read_text(encoding="utf-8")
+    assert "data:image/png" in (tmp_path / "html").read_text(encoding="utf-8")
     assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
 
 
