@@ -1,4 +1,4 @@
-"""Both programs: their losses are equal, and the example's README.md shows the lines in which their training differs."""
+"""Both programs: their losses are equal, and the example's README.md shows the lines in which they differ."""
 
 from __future__ import annotations
 

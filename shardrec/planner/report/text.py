@@ -43,7 +43,8 @@ class _Explanation:
     def __init__(self, plan: ShardingPlan, reasons: bool) -> None:
         self._content, self._reasons = content(plan), reasons
         names = [layout.name for layout in plan.tables]
-        self._path = commonprefix(names).rpartition(".")[0]  # of the tables' collection, or of what holds all of them
+        # Of the tables' collection, or of the module that holds all collections.
+        self._path = commonprefix(names).rpartition(".")[0]  # noqa: RUF071  # names are no paths of files
         self._names = [name[len(self._path) :].removeprefix(".") for name in names]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
