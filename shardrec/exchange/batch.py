@@ -142,18 +142,22 @@ class Batch:
 
 
 def read_batch(features: object, expect: Expectation) -> Batch | str:
-    """The batch's tensors, or what is wrong with its structure, as far as it shows without reading a tensor."""
+    """The batch's tensors, or what is wrong with its structure, as far as it shows without reading a tensor.
+
+    torchrec raises an error for some input, because it looks at lengths and values only when asked for them.
+    :func:`unreadable` has the words for it.
+    """
     if not isinstance(features, KeyedJaggedTensor):
         return f"the input is a {type(features).__name__}. A sharded collection takes a torchrec KeyedJaggedTensor"
-    try:
-        return _read_ordinary(features, expect) or _read(features, expect)
-    except Exception as error:
-        # torchrec looks at lengths and values only when asked for them. An error that left this rank without an answer
-        # would leave the others waiting for its header.
-        return (
-            f"the KeyedJaggedTensor cannot be read ({type(error).__name__}: {error}). Check how its values and lengths "
-            "(or offsets) were built"
-        )
+    return _read_ordinary(features, expect) or _read(features, expect)
+
+
+def unreadable(error: Exception) -> str:
+    """What is wrong with the input of a :func:`read_batch` that raised ``error``."""
+    return (
+        f"the KeyedJaggedTensor cannot be read ({type(error).__name__}: {error}). Check how its values and lengths (or "
+        "offsets) were built"
+    )
 
 
 def _read_ordinary(features: KeyedJaggedTensor, expect: Expectation) -> Batch | None:
@@ -194,7 +198,10 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     given_lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
     lengths = offsets if given_lengths is None else given_lengths
     if lengths is None:
-        return None  # torchrec raises an error for it
+        return (
+            "the KeyedJaggedTensor has neither lengths nor offsets. Its third positional argument is weights: pass "
+            "lengths="
+        )
     if lengths.dtype not in _ID_DTYPES:
         return f"the lengths are {_name(lengths.dtype)}. Lengths (or offsets) must be int32 or int64"
     return _device_fault("lengths", lengths, expect)

@@ -11,6 +11,7 @@ raise an error that quotes it.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -61,6 +62,15 @@ def quoted(error: BaseException) -> str:
 def checksum(text: str) -> int:
     """A number that is equal for equal texts in every process."""
     return zlib.crc32(text.encode())
+
+
+def _differences(texts: Sequence[str]) -> list[str]:
+    """Per rank, the parts of its agreement that another rank's lacks. All parts if the ranks have the same ones, in
+    other calls."""
+    of_ranks = [re.split("[,;] ", text) for text in texts]
+    shared = set(of_ranks[0]).intersection(*of_ranks)
+    differing = [", ".join(part for part in parts if part not in shared) for parts in of_ranks]
+    return [text or "none of these" for text in differing] if any(differing) else list(texts)
 
 
 class Headers:
@@ -124,13 +134,16 @@ class Headers:
         flags: list[int] = self.exchange(header)[:, 0].tolist()
         return flags
 
-    def raise_faults(self, message: str, agreement: str, flags: Sequence[int] = ()) -> NoReturn:
+    def raise_faults(
+        self, message: str, agreement: str, flags: Sequence[int] = (), *, cause: Exception | None = None
+    ) -> NoReturn:
         """Exchange the messages of all ranks and raise them. Every rank must call this in the same step.
 
         Args:
             message: what is wrong on this rank, or "".
             agreement: what this rank would have sent, used when no rank has a message.
             flags: fault flags of all ranks.
+            cause: the exception behind ``message``, from which this rank raises the error.
 
         Raises:
             InputError: the same on every rank. A ForwardFailed if a flag says so.
@@ -143,12 +156,15 @@ class Headers:
                 lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines)
             )
         else:
-            lines = [f"rank {rank}: {text}" for rank, text in enumerate(self.all_gather_text(agreement))]
+            texts = _differences(self.all_gather_text(agreement))
+            lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
             error = kind(
                 "the ranks disagree about their input. Give every rank the same dtypes and modes:\n  "
                 + "\n  ".join(lines)
             )
         self.before_raising(error)
+        if cause is not None:
+            raise error from cause
         raise error
 
     def all_gather_text(self, text: str) -> list[str]:

@@ -147,4 +147,4 @@ def dense_signature(inputs: object) -> str:
     for leaf in leaves(inputs):
         if isinstance(leaf, Tensor):
             dtypes.add(str(leaf.dtype).removeprefix("torch."))
-    return ", ".join(sorted(dtypes))
+    return " and ".join(sorted(dtypes))

@@ -472,7 +472,7 @@ class ShardedModel(nn.Module):
         tables = {id(p) for collection in self._sharded for p in collection.parameters()}
         dense = {p.dtype for p in self.module.parameters() if p.is_floating_point() and id(p) not in tables}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
-        names = signature.split(", ")
+        names = signature.split(" and ")
         input_dtypes = {name.rsplit(" ", 1)[-1] for name in names if "float" in name}
         wrong = input_dtypes - expected
         if not wrong or not expected or torch.is_autocast_enabled():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed, is_own, quoted
@@ -223,6 +224,7 @@ class Lookahead:
                 slot = _Slot(batch=_copied(batch, self._device))
                 slot.ready = None if self._copies is None else self._copies.record_event()
         except Exception as error:
+            error.add_note(f"{_uncopied(batch, self._device)} could not be copied to {self._device}")
             slot = _Slot(error=error)
         return slot
 
@@ -423,6 +425,25 @@ def _copied(batch: object, device: torch.device) -> object:
     to_gpu = device.type == "cuda"
     pinned = batch.pin_memory() if to_gpu and hasattr(batch, "pin_memory") else batch
     return pinned.to(device, non_blocking=to_gpu)  # as TorchRec's Pipelineable, which lacks a default for it
+
+
+def _uncopied(batch: object, device: torch.device, name: str = "batch") -> str:
+    """The part of a batch that cannot be copied to a device, such as ``batch.dense``."""
+    parts: Iterable[tuple[str, object]] = ()
+    if isinstance(batch, Mapping):
+        parts = ((f"[{key!r}]", part) for key, part in batch.items())
+    elif isinstance(batch, (tuple, list)):
+        fields = getattr(batch, "_fields", ())
+        suffixes = [f".{field}" for field in fields] or [f"[{index}]" for index in range(len(batch))]
+        parts = zip(suffixes, batch, strict=True)
+    elif not isinstance(batch, (Tensor, KeyedJaggedTensor)):
+        parts = ((f".{field}", part) for field, part in getattr(batch, "__dict__", {}).items())
+    for suffix, part in parts:
+        try:
+            _copied(part, device)
+        except Exception:
+            return _uncopied(part, device, name + suffix)
+    return name
 
 
 def _keep(value: object, stream: torch.cuda.Stream | None) -> None:

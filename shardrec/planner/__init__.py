@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardrec.planner.price import predicted_phases
     from shardrec.planner.report.html import to_html
     from shardrec.planner.report.png import to_png
-    from shardrec.planner.report.text import explain, reasons_text
+    from shardrec.planner.report.text import explain
     from shardrec.planner.solve import SolveLimits
     from shardrec.planner.torchrec_plan import constraints_from_torchrec, from_torchrec, to_torchrec
 
@@ -36,7 +36,6 @@ __all__ = [
     "plan",
     "plan_tables",
     "predicted_phases",
-    "reasons_text",
     "replan",
     "to_html",
     "to_png",
@@ -52,7 +51,7 @@ _HOMES, _load = names_from(
         "shardrec.planner.price": "predicted_phases",
         "shardrec.planner.report.html": "to_html",
         "shardrec.planner.report.png": "to_png",
-        "shardrec.planner.report.text": "explain reasons_text",
+        "shardrec.planner.report.text": "explain",
         "shardrec.planner.solve": "SolveLimits",
         "shardrec.planner.torchrec_plan": "constraints_from_torchrec from_torchrec to_torchrec",
     },

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.bad_ids import mended
-from shardrec.exchange.batch import Batch, Expectation, read_batch
+from shardrec.exchange.batch import Batch, Expectation, read_batch, unreadable
 from shardrec.exchange.check import add_up, checked_on_device, describe_fault, ids_are_valid
 from shardrec.step.input_plan import InputPlan
 from shardrec.step.records import GRAD_MODES, FullBatch, InFlight, StepPlan
@@ -38,11 +38,17 @@ def begin(
         plan: of the module. None if no rows will be looked up.
         assigns_new_ids: whether it gives rows to new dynamic ids.
     """
-    given = read_batch(features, input.expect)
+    cause = None
+    try:
+        given = read_batch(features, input.expect)
+    except Exception as error:  # which alone would leave the other ranks waiting for this rank's header
+        given, cause = unreadable(error), error
     if isinstance(given, str):
         fault, given = fault or given, _empty_batch(input.expect)
     mode = GRAD_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     flight = InFlight(input, given, agreement, mode, fault=fault, features=features)
+    if cause is not None:
+        flight.cause = cause
     weights = given.weights
     if weights is not None and weights.requires_grad and flight.mode.gradients:
         flight.learned_weights = weights

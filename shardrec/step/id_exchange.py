@@ -50,7 +50,7 @@ def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
     if world_size == 1:
         for call in calls:
             if call.fault:
-                headers.raise_faults(call.fault, "")
+                headers.raise_faults(call.fault, "", cause=call.cause)
         if headers.device.type != "cuda" or all(map(_has_known_sizes, calls)):
             for call in calls:
                 pack(call)
@@ -83,7 +83,7 @@ def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
     received, receive = headers.exchange_with_ids(rows, parts)
     flags = list(map(_FLAG, received))
     if any(flags) or set(map(_CHECK, received)) != {check}:
-        headers.raise_faults("; ".join(faults), agreement, flags)
+        headers.raise_faults("; ".join(faults), agreement, flags, cause=_first_cause(calls))
     if calls:
         _receive_later(calls, received, receive)
 
@@ -212,7 +212,7 @@ def _exchange_headers_on_device(
     flags = [row[0] for row in of_ranks]
     if any(flags) or any(row[1] != of_ranks[0][1] for row in of_ranks):
         faults = [_describe(call) for call in calls] if flags[headers.collectives.rank] else []
-        headers.raise_faults("; ".join(filter(None, faults)), agreement, flags)
+        headers.raise_faults("; ".join(filter(None, faults)), agreement, flags, cause=_first_cause(calls))
     for call in calls:
         call.flag = None
     return made, of_ranks, iter(numbers[len(rows) * width :])
@@ -245,6 +245,10 @@ def _describe(call: InFlight) -> str:
     if call.fault or call.flag is None or not call.flag.is_up():
         return call.fault
     return describe_fault(call.given, call.input.expect)
+
+
+def _first_cause(calls: Sequence[InFlight]) -> Exception | None:
+    return next((call.cause for call in calls if call.cause is not None), None)
 
 
 def can_share(headers: Headers, call: InFlight, calls: Sequence[InFlight]) -> bool:

@@ -177,6 +177,7 @@ class InFlight:
     Attributes:
         plan: the module's step. None where only ids are exchanged.
         fault: what is wrong with the batch or the module, or "".
+        cause: the exception behind ``fault``, or None.
         flag: on a device, whether the batch is faulty, until the host has read it in a header; else None.
         batch: the checked local input (read for bag lengths and inverse indices, and of sequences for replicated
             tables). Where ``flag`` is up, with other ids and bags, which are safe to look up.
@@ -222,6 +223,7 @@ class InFlight:
     mode: GradMode
     plan: StepPlan | None = None
     fault: str = ""
+    cause: Exception | None = field(init=False, default=None)
     flag: FaultFlag | None = None
     batch: Batch = field(init=False)
     to_send: Batch = field(init=False)

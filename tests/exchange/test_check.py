@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, read_batch
+from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, read_batch, unreadable
 from shardrec.exchange.check import describe_fault, ids_are_valid
 from tests.batches import random_bags
 from tests.plans import randoms
@@ -28,7 +28,10 @@ def ints(*values: int) -> torch.Tensor:
 
 def verdict(features: object, expect: Expectation = EXPECT) -> str:
     """The fault's words, or "" for a good batch."""
-    batch = read_batch(features, expect)
+    try:
+        batch = read_batch(features, expect)
+    except Exception as error:
+        batch = unreadable(error)
     if isinstance(batch, str):
         return batch
     limits = [expect.rows(key) for key in batch.keys]
@@ -136,7 +139,11 @@ LENGTHS = [
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0, 0).to(torch.int16)),
         r"the lengths are int16. Lengths \(or offsets\) must be int32 or int64",
     ),
-    (lambda: KeyedJaggedTensor(keys=AB, values=ints(1)), r"cannot be read \(AssertionError.*lengths \(or offsets\)"),
+    (lambda: KeyedJaggedTensor(AB, ints(1), ints(1, 0)), r"neither lengths nor offsets.*weights: pass lengths="),
+    (
+        lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0), stride_per_key_per_rank=[[1]]),
+        r"cannot be read \(\w+: .*lengths \(or offsets\)",
+    ),
 ]
 IDS = [
     (

@@ -43,6 +43,17 @@ def test_without_a_message_the_agreements_are_shown() -> None:
     )
 
 
+def test_of_the_agreements_what_differs_is_shown() -> None:
+    texts = ["ids int32, gradients on; ids int32", "ids int32, gradients off", "ids int32"]
+    found = thread_ranks(3, lambda collectives: raised(collectives, "", texts[collectives.rank]))
+    assert {message.partition("\n")[2] for message in found} == {
+        "  rank 0: gradients on\n  rank 1: gradients off\n  rank 2: none of these"
+    }
+    calls = ["ids int32", "ids int32; ids int32"]
+    found = thread_ranks(2, lambda collectives: raised(collectives, "", calls[collectives.rank]))
+    assert {message.partition("\n")[2] for message in found} == {"  rank 0: ids int32\n  rank 1: ids int32; ids int32"}
+
+
 def test_one_rank_alone() -> None:
     assert thread_ranks(1, lambda collectives: raised(collectives, "no good")) == ["rank 0: no good"]
 

@@ -207,7 +207,7 @@ STRUCTURE_FAULTS = [
     Fault(
         name="no lengths",
         change=lambda x: KeyedJaggedTensor(keys=x.keys(), values=x.values()),
-        words=r"cannot be read .*Check how its values and lengths",
+        words=r"neither lengths nor offsets\. .* is weights: pass lengths=",
     ),
     Fault(name="None", change=lambda x: None, words=r"the input is a NoneType. .* takes a torchrec KeyedJaggedTensor"),
     Fault(name="tensor", change=lambda x: x.values(), words=r"the input is a Tensor. .* takes a torchrec KeyedJagged"),

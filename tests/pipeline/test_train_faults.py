@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardrec.errors import AnomalyError, InputError
+from shardrec.exchange.headers import quoted
 from shardrec.modules.anomaly import detect_anomaly
+from shardrec.pipeline.lookahead import Lookahead
 from shardrec.trainer.data import ClickBatch
 from tests.modules.clicks import batch, loss_fn
 from tests.pipeline.loops import clicks, pipeline_of, plain, world
@@ -42,6 +46,32 @@ def test_a_bad_batch_is_lost_alone_and_on_every_rank(depth: int) -> None:
 
     ranks(1, run)
     ranks(2, run)
+
+
+def test_a_part_that_cannot_be_copied_is_named_on_every_rank() -> None:
+    def run() -> None:
+        good, rank = batch(0, 0), dist.get_rank()
+        bad = replace(good, sparse=good.sparse.to(torch.device("meta")))
+        wanted = {0: InputError, 1: NotImplementedError}[rank]
+        with pytest.raises(wanted) as caught:
+            next(pipeline_of(clicks(), [bad if rank == 1 else good], 1))
+        assert "batch.sparse could not be copied to cpu" in quoted(caught.value)
+
+    ranks(2, run)
+
+
+@pytest.mark.parametrize("name", ["batch['ids'][1]", "batch['pair'].dense"])
+def test_the_name_of_a_part(name: str) -> None:
+    class Pair(NamedTuple):
+        dense: Tensor
+        label: Tensor
+
+    there, nowhere = torch.ones(2), torch.ones(2, device="meta")
+    parts = {"ids": [there, nowhere if "ids" in name else there], "pair": Pair(nowhere, there), "day": "Monday"}
+    steps = Lookahead([parts], None, depth=0, device=torch.device("cpu"), model=nn.Linear(1, 1))
+    with pytest.raises(NotImplementedError) as caught:
+        steps.step(lambda batch: batch)
+    assert caught.value.__notes__ == [f"{name} could not be copied to cpu"]
 
 
 class Breaks(nn.Module):

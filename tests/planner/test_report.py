@@ -99,6 +99,22 @@ def test_explain() -> None:
     assert "is the slowest: input" in shown
 
 
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_path_of_the_tables_is_shown_once_and_nothing_is_cut_off(width: int) -> None:
+    path = "model.sparse_arch.embedding_bag_collection"
+    loads = {f"{path}.t_cat_{number}": TableLoad(num_embeddings=10**6, embedding_dim=64) for number in range(3)}
+    plan = plan_tables(loads, Topology(ranks_per_host=2), batch_size=512)
+    assert plan.report is not None
+    text = io.StringIO()
+    Console(file=text, width=width).print(explain(plan))
+    shown = text.getvalue()
+    assert shown.count(path) == 1
+    assert "\u2026" not in shown
+    words = [*headline(plan.report).split(), *(f"t_cat_{number}" for number in range(3))]
+    assert [word for word in words if word not in shown] == []
+    assert max(map(len, shown.splitlines())) <= width
+
+
 @pytest.mark.parametrize("width", [40, 60, 100])
 def test_words_of_the_footer_stay_whole(width: int) -> None:
     text = io.StringIO()

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shardrec.planner import TableLoad
 
 _TABLE_WIDTH = 140
-_REASONS_WIDTH = 100
-"""Columns from which on the table says why cuts lost. Below, lines after it do."""
 _COLUMNS = ("num_embeddings", "embedding_dim")
 _OPTIMIZERS = {"none": (0, 0), "sgd": (0, 0), "rowwise_adagrad": (0, 4), "adagrad": (4, 0), "adam": (8, 0)}
 
@@ -57,7 +55,7 @@ def plan_command(
         ),
     ] = 0.005,
     effort: Annotated[
-        int, typer.Option(help="Stop after this number of proposals, in units of 1,500. 40 takes seconds.", min=1)
+        int, typer.Option(help="How long to search: 40 takes seconds, a larger number longer.", min=1)
     ] = 40,
     seconds: Annotated[
         float | None, typer.Option(help="Stop after this CPU time, in seconds, with the best plan so far.", min=0.001)
@@ -106,14 +104,7 @@ def plan_command(
         cuts = {each.name: each.cut for each in report.tables}
         typer.echo(json.dumps({**numbers, "timed_out": report.timed_out, "cuts": cuts, "shards": shards}, indent=1))
         return
-    shown = console(_TABLE_WIDTH)
-    wide = shown.width >= _REASONS_WIDTH
-    shown.print(explain(plan, reasons=wide))
-    if not wide:
-        from shardrec.planner import reasons_text
-
-        shown.print("why other cuts lost:")
-        shown.print(reasons_text(plan), markup=False, highlight=False, overflow="fold")
+    console(_TABLE_WIDTH).print(explain(plan))
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:

@@ -22,7 +22,7 @@ def train_command() -> Callable[..., None]:
     """The function behind the command. Its parameters are made from the config's fields, which hold the help texts."""
 
     def command(**arguments: Any) -> None:
-        """Train a sharded click model and compare it with the best possible one.
+        """Train a sharded model on columns of files, or on generated clicks.
 
         Without --data the rows are generated, and the best possible AUC is known. Flags override the YAML file CONFIG,
         whose keys are the flags with underscores. The results are in --out: plan.json, metrics.json, curve.png,
