@@ -193,7 +193,8 @@ def _advice(report: RunReport) -> str:
     kept = f". The final metrics are from step {report.final_step:,}"
     if config["checkpoint"] != "best":
         kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]
-    return kept + (f". Give {'; or '.join(advice)}" if advice else "")
+    advice = advice or [f"--embedding-weight-decay {max(1e-5, 10 * config['embedding_weight_decay']):g}"]
+    return f"{kept}. Give {'; or '.join(advice)}"
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:

@@ -458,6 +458,12 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                     after_step=saver.after_step,
                     replanner=replanner,
                 )
+    patience = config.learning.patience
+    if patience is not None and progress.steps < last_step and progress.stalled(patience):
+        run.announcer.say(
+            f"ended after {progress.samples:,} of {total_rows:,} samples: no better {progress.watched} "
+            f"in {patience} point{'s' * (patience > 1)} (--patience)"
+        )
 
 
 def _epochs(run: Run, saver: Saver) -> Iterator[int]:
