@@ -280,7 +280,9 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, str]:
     if not metrics:
         return {}
     training, final = metrics["training"], metrics["final"]
-    counted = ("rows", "groups", "click_rate", "auc_stderr")
+    hidden = {"rows", "groups", "click_rate", "auc_stderr"}
+    if metrics["config"]["loss"] != "bce" and "gauc" in final:  # its logits rank only
+        hidden |= {"logloss", "normalized_entropy"}
     return {
         "samples trained on": f"{training['samples']:,}",
         "steps": f"{training['steps']:,}",
@@ -288,7 +290,7 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, str]:
         **{
             name: f"{value:.4f}"
             for name, value in final.items()
-            if name.rpartition("/")[2] not in counted and value is not None
+            if name.rpartition("/")[2] not in hidden and value is not None
         },
         "rows behind them": f"{final['rows']:,}",
     }
