@@ -193,7 +193,9 @@ def _advice(report: RunReport) -> str:
     kept = f". The final metrics are from step {report.final_step:,}"
     if config["checkpoint"] != "best":
         kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]
-    advice = advice or [f"--embedding-weight-decay {max(1e-5, 10 * config['embedding_weight_decay']):g}"]
+    decay = config["embedding_weight_decay"]
+    assert isinstance(decay, float), "an option of a number"
+    advice = advice or [f"--embedding-weight-decay {max(1e-5, 10 * decay):g}"]
     return f"{kept}. Give {'; or '.join(advice)}"
 
 

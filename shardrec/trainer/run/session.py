@@ -112,7 +112,9 @@ def _run(
     """
     announcer = Announcer(speaks=rank_info.is_lead)
     saved = any((folder / CHECKPOINTS).glob("step-*"))
-    continues = resume and (not is_first or bool(same_everywhere("yes" if saved else "", rank_info)))
+    saved = bool(same_everywhere("yes" if saved else "", rank_info))
+    # The rows that the plan of a feed was made from may be gone.
+    continues = resume and (saved or not is_first or config.feed is not None)
     plan = _as_started(config, rank_info, folder, joins=not is_first) if continues else None
     spec = _own_spec(config, rank_info, folder, continues)
     source = Source(config, rank_info, spec, folder / ROWS)
