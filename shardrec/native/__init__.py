@@ -79,6 +79,10 @@ def library_path() -> Path | None:
     return library
 
 
+def _warn(text: str) -> None:
+    warnings.warn_explicit(text, RuntimeWarning, "shardrec", 0)  # no line of source code is shown
+
+
 @cache
 def has_operators() -> bool:
     """Load the operators, once, and return whether they can be used. ``SHARDREC_NATIVE=0`` disables them.
@@ -90,30 +94,24 @@ def has_operators() -> bool:
     if os.environ.get("SHARDREC_NATIVE") == "0":
         return False
     if path is None:
-        warnings.warn(
+        _warn(
             f"shardrec was installed without C++ operators for torch {torch.__version__}. Torch's are used instead, "
             "and training on CPUs takes about twice as long: install shardrec from its sources beside torch with "
             "`pip install --no-build-isolation .`, which compiles them (SHARDREC_NATIVE=0 silences this)",
-            RuntimeWarning,
-            stacklevel=2,
         )
         return False
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        warnings.warn(
+        _warn(
             f"the C++ operators of shardrec cannot be loaded ({error}). Torch's are used instead, which is slower: "
             "install shardrec again to build them for this machine",
-            RuntimeWarning,
-            stacklevel=2,
         )
         return False
     if not hasattr(torch.ops.shardrec, _NEWEST):
-        warnings.warn(
+        _warn(
             f"the C++ operators of shardrec in {path.name} belong to an older version. Torch's are used instead, "
             "which is slower: install shardrec again to rebuild them",
-            RuntimeWarning,
-            stacklevel=2,
         )
         return False
     return True

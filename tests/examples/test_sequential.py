@@ -141,7 +141,10 @@ def test_from_a_raw_file_to_recommendations_in_six_commands(
         return capfd.readouterr().out
 
     told = run("sequences", str(walks / "all.csv"), "--out", "walks", "--users", "200", "--candidates", "20")
-    assert "601 users with 60 items, of columns user user, item item; in the order of the files, without --time" in told
+    assert (
+        "601 users with 60 items, from the columns user (user), item (item); in the order of the files, without --time"
+        in told
+    )
     run("sequences", str(walks / "all.csv"), "--out", "all", "--candidates", "0")
     assert [load_config(f"{folder}/run.yaml").output.ranking for folder in ("walks", "all")] == ["rows", "catalogue"]
     fast = ["--epochs", "30", "--lr", "0.005", "--embedding-lr", "0.02", "--evaluations", "1", "--threads", "1"]

@@ -39,7 +39,9 @@ def eval_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns.
+    """Compute the metrics of a run on other rows, of files with the run's columns.
+
+    The weights are of the best checkpoint, if the run keeps it (--checkpoint best), else of the last.
 
     Example: shardrec eval runs/clicks --data 'march_*.parquet'
     """
@@ -64,7 +66,9 @@ def predict_command(
     device: Annotated[Device, typer.Option(help="Device of the model.")] = "cpu",
     debug: Debug = False,
 ) -> None:
-    """Write the scores of a run's last checkpoint for all rows of some files, as Parquet in the rows' order.
+    """Write a run's scores of all rows of some files, as Parquet in the rows' order.
+
+    The weights are of the best checkpoint, if the run keeps it (--checkpoint best), else of the last.
 
     Run an interrupted command again, on any number of ranks: it writes the missing parts. _manifest.json is written
     last.
@@ -96,7 +100,9 @@ def recommend_command(
     device: Annotated[Device, typer.Option(help="Where the model lives.")] = "cpu",
     debug: Debug = False,
 ) -> None:
-    """Write the best items of a run's last checkpoint for all rows of some files, as Parquet in the rows' order.
+    """Write a run's best items for all rows of some files, as Parquet in the rows' order.
+
+    The weights are of the best checkpoint, if the run keeps it (--checkpoint best), else of the last.
 
     Each row gets lists of items, by their ids in the data, and of scores, the best first. All items are scored. A
     command that was interrupted is given again, on any number of ranks: it writes the parts that are missing.
@@ -136,7 +142,9 @@ def export_command(
     weights: Annotated[str, typer.Option(help="Format of the tables: fp32, fp16, int8, int4.")] = "fp32",
     debug: Debug = False,
 ) -> None:
-    """Write a run's last checkpoint as a file for programs that serve it. docs/serving.md has its inputs.
+    """Write a run's model as a file for programs that serve it. docs/serving.md has its inputs.
+
+    The weights are of the best checkpoint, if the run keeps it (--checkpoint best), else of the last.
 
     Example: shardrec export runs/clicks model.pt --to script --weights int8
     """
@@ -155,7 +163,9 @@ def serve_command(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Answer HTTP requests with the predictions of a run's last checkpoint, one at a time, to try the model.
+    """Answer HTTP requests with a run's predictions, one at a time, to try the model.
+
+    The weights are of the best checkpoint, if the run keeps it (--checkpoint best), else of the last.
 
     POST /predict takes {"rows": [...]}, objects by the features' names. POST /recommend takes the same without the
     item, if the model ranks all items. GET / shows an example of each.

@@ -74,22 +74,23 @@ def sequences_command(
     Example: shardrec sequences ratings.csv --out data
     """
     from shardrec.trainer.data.interactions import Columns, read_interactions
-    from shardrec.trainer.data.sequences import write_sequences
+    from shardrec.trainer.data.sequences import check_unused, write_sequences
     from shardrec.trainer.run.suggest_run import suggest_sequences_run
 
     if rating is not None and above is None:
         raise ConfigError(
             f"rating (--rating) is {rating!r}, and there is no --above NUMBER: give it, or leave --rating out"
         )
+    check_unused(out)
     columns = Columns(user=user, item=item, time=time, rating=rating, above=above, separator=separator, header=header)
     with working(f"reading {raw}"):
         interactions = read_interactions(raw, columns, skips=on_bad_row == "skip").core(core)
     if split == "time" and "time" not in interactions.columns:
         raise ConfigError("split (--split) is 'time', and no column has the time: name it (--time COLUMN)")
-    shown = ", ".join(f"{kind} {name}" for kind, name in interactions.columns.items())
+    shown = ", ".join(f"{name} ({kind})" for kind, name in interactions.columns.items())
     typer.echo(
         f"{len(interactions.user_N):,} interactions of {len(interactions.user_ids):,} users with "
-        f"{len(interactions.item_ids):,} items, of columns {shown}; in the order of "
+        f"{len(interactions.item_ids):,} items, from the columns {shown}; in the order of "
         + ("time" if "time" in interactions.columns else "the files, without --time")
         + (f"; left out {interactions.left_out:,} rows" if interactions.left_out else "")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import date
 from decimal import Decimal
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from shardrec import DataError
@@ -53,6 +54,8 @@ def _first_rows(path: str, spec: FeatureSpec) -> pa.Table:
 
 def _value(row: Mapping[str, Any], feature: Feature) -> object:
     value = row.get(feature.source)
+    if feature.kind == "dense" and isinstance(value, str):
+        return _number(value)
     if not feature.is_list or value is None:
         return _plain(value)
     ids = value.split(feature.separator) if isinstance(value, str) else value
@@ -62,6 +65,15 @@ def _value(row: Mapping[str, Any], feature: Feature) -> object:
     weights = row.get(feature.weights)
     weights = weights.split(feature.separator) if isinstance(weights, str) else weights or []
     return {str(each): float(weight) for each, weight in zip(ids, weights[-_MOST_IDS:], strict=False)}
+
+
+def _number(text: str) -> float | str:
+    """The number in a text file's field. Other texts, such as dates, as they are."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if isfinite(number) else text
 
 
 def _plain(value: Any) -> object:

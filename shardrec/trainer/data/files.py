@@ -44,6 +44,8 @@ from shardrec.trainer.data.tables import FileInfo, check_part, is_of_file
 from shardrec.trainer.data.urls import files_of
 
 _THREADS = 2
+_QUICK_ROWS = 1_000_000
+"""Rows that a rank decodes in about a second."""
 _ROWS_AHEAD = 1 << 19
 """Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""
 
@@ -205,12 +207,12 @@ class FileClickData(ClickData):
         """What to do where some rank would decode much more than its share of the training rows. Empty if none does."""
         _, lengths = self._dealt(batch_rows, None, held=False)
         share = stream_share(lengths, world_size)
-        if share < 1.5 / world_size:
+        if share < 1.5 / world_size or lengths.sum() < _QUICK_ROWS:
             return ""
         largest = max(self._chunks[False], key=lambda chunk: chunk.kept)
         name, rows = self.files[largest.file].path, int(lengths.sum())
         return (
-            f"of {world_size} ranks each decodes up to {share:.0%} of the rows, for a row group of {name} has "
+            f"each of the {world_size} ranks decodes up to {share:.0%} of the rows, because a row group of {name} has "
             f"{largest.kept / rows:.0%} of the rows: write it again as Parquet with smaller row groups "
             f"(shardrec convert {name} --out DIR)"
         )

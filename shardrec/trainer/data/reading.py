@@ -135,7 +135,8 @@ class Reader:
             int(place[number - block.first]): replace(
                 fault,
                 where=f"{info.place(number, group)}: {fault.where}",
-                remedy=f"{fault.remedy}, or leave such rows out (on_bad_row: skip, --on-bad-row skip)",
+                remedy=f"{fault.remedy}{', give a column of texts kind: id' * (fault.reason is Reason.NUMBER)}, "
+                "or leave such rows out (on_bad_row: skip, --on-bad-row skip)",
             )
             for number, fault in sorted(faults.items())
             if kept[number - block.first]

@@ -41,6 +41,12 @@ features:
 """
 
 
+def check_unused(out: Path) -> None:
+    """Raise a ``ConfigError`` if :func:`write_sequences` would write over a spec in the folder."""
+    if (out / "features.yaml").exists():
+        raise ConfigError(f"out (--out): {out}/features.yaml would be written over: give another folder")
+
+
 def write_sequences(
     interactions: Interactions,
     out: Path,
@@ -106,8 +112,7 @@ def write_sequences(
     draws = np.random.default_rng(seed)
     order = draws.permutation(np.flatnonzero(ranked["valid"] | ranked["test"]))
 
-    if (out / "features.yaml").exists():
-        raise ConfigError(f"out (--out): {out}/features.yaml would be written over: give another folder")
+    check_unused(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "features.yaml").write_text(_SPEC.format(longest=longest, vocabularies=VOCABULARIES), encoding="utf-8")
     vocabulary = {"item": [str(item) for item in interactions.item_ids.to_pylist()]}

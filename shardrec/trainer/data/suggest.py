@@ -99,7 +99,8 @@ def suggest(pattern: str, label: str | None = None) -> Suggestion:
         if column in fields:
             source = {"column": "ids", "between": [*fields[column][1]]}
         features[name] = {"name": name, **source, **feature}
-        notes[name], values[name] = note, distinct
+        missing = f", {array.null_count:,} missing (null, empty or a word of missing:)" if array.null_count else ""
+        notes[name], values[name] = note + missing, distinct
     for name, owner in _shared(features, values).items():
         for key in ("vocabulary", "min_count", "rows", "dim"):
             features[name].pop(key, None)

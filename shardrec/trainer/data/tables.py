@@ -133,7 +133,10 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
     missing = [name for name in spec.sources if name not in names and name not in partitions]
     faults = []
     for lacks, remedy in (
-        ([name for name in missing if name in of_spec], "name the file's column in the spec (column:)"),
+        (
+            [name for name in missing if name in of_spec],
+            "name the file's column in the spec (column:), or, for a finished run, rename it in the file",
+        ),
         ([name for name in missing if name not in of_spec], "leave it out of the keys (--keys)"),
     ):
         if lacks:

@@ -75,9 +75,9 @@ class Catalogue:
         missing = [name for name in ("item_features", "query_vectors", "item_vectors") if not hasattr(model, name)]
         if missing:
             raise ConfigError(
-                f"{purpose} needs a model whose logits are products of two vectors, and this one has no {missing[0]}: "
-                "give sasrec, hstu, two_tower, lightgcn, or your own with query_vectors, item_vectors and "
-                f"item_features{remedy}"
+                f"{purpose} needs a model with a vector for each item: train sasrec or hstu on files of shardrec "
+                "sequences, two_tower, lightgcn, or your own with query_vectors, item_vectors and item_features "
+                f"(this model has no {missing[0]}){remedy}"
             )
         features: Any = model.item_features
         by_name = {feature.name: feature for feature in spec.sparse}

@@ -193,7 +193,10 @@ def _advice(report: RunReport) -> str:
     kept = f". The final metrics are from step {report.final_step:,}"
     if config["checkpoint"] != "best":
         kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]
-    return kept + (f". Give {'; or '.join(advice)}" if advice else "")
+    decay = config["embedding_weight_decay"]
+    assert isinstance(decay, float), "an option of a number"
+    advice = advice or [f"--embedding-weight-decay {max(1e-5, 10 * decay):g}"]
+    return f"{kept}. Give {'; or '.join(advice)}"
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:

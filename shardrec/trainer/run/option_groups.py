@@ -76,7 +76,7 @@ class FiniteData(DataOptions):
     epochs: int = option(1, ge=1)
     """Passes over the training rows."""
     holdout: float = option(0.1, gt=0, lt=1)
-    """Share of a file's rows that is held out for the metrics."""
+    """Share of a file's rows that is held out for the metrics, spread at random over the rows."""
 
 
 class FeedData(DataOptions):

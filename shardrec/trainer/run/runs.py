@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardrec import ConfigError
+from shardrec import ConfigError, DataError
 from shardrec.files import read_json
 from shardrec.trainer.run.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
 from shardrec.trainer.run.option_groups import FEED
@@ -155,6 +156,10 @@ class RunFolder:
         if data is not None and data.startswith(FEED):
             raise ConfigError(f"data (--data) is {data!r}, and only shardrec train takes a feed: leave 'feed:' out")
         if data is not None:
+            if trained := self._trained_on(data):
+                text = f"the run was trained on {trained}, so metrics of new rows are worse"
+                remedy = "leave data (--data) out for the run's held-out rows"
+                print(f"shardrec: warning: {text}: {remedy}", file=sys.stderr, flush=True)
             # The file's rows alone: what the run was trained on need not be there any more.
             alone = dict.fromkeys(("test", "samples", "holdout_samples", "feed_idle", "late_after", "event_every"))
             config = config.changed(data=data, valid=data, **alone)
@@ -172,6 +177,16 @@ class RunFolder:
 
         metrics = evaluator(config, self.spec, self.model(), cpu)(counted())
         return metrics, total_left_out(source.left_out)
+
+    def _trained_on(self, data: str) -> str | None:
+        """The first of some files that is also a training file of the run. None also if those are gone."""
+        from shardrec.trainer.data.urls import files_of  # with torch
+
+        try:
+            trained = {os.path.realpath(path) for path in files_of(self.config.data.files)}
+        except DataError:
+            return None
+        return next((path for path in files_of(data) if os.path.realpath(path) in trained), None)
 
     def following(self, source: str) -> ServedModel:
         """The model of the run as it is published. Needs no checkpoint.
@@ -265,7 +280,9 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, str]:
     if not metrics:
         return {}
     training, final = metrics["training"], metrics["final"]
-    counted = ("rows", "groups", "click_rate", "auc_stderr")
+    hidden = {"rows", "groups", "click_rate", "auc_stderr"}
+    if metrics["config"]["loss"] != "bce" and "gauc" in final:  # its logits rank only
+        hidden |= {"logloss", "normalized_entropy"}
     return {
         "samples trained on": f"{training['samples']:,}",
         "steps": f"{training['steps']:,}",
@@ -273,7 +290,7 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, str]:
         **{
             name: f"{value:.4f}"
             for name, value in final.items()
-            if name.rpartition("/")[2] not in counted and value is not None
+            if name.rpartition("/")[2] not in hidden and value is not None
         },
         "rows behind them": f"{final['rows']:,}",
     }

@@ -221,7 +221,7 @@ def _begin(
             changed = [name for name in job if name not in free and begun.get(name) != job[name]]
             if changed:
                 raise ConfigError(
-                    f"out (--out) is {options['out']!r}, which holds scores of another {changed[0]}: give another "
+                    f"out (--out) is {options['out']!r}, which holds scores that differ in {changed[0]}: give another "
                     f"folder. There it is {begun.get(changed[0])}, here {job[changed[0]]}"
                 )
             job = {**begun, "on_bad_row": job["on_bad_row"]}

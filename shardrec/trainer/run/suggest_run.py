@@ -17,7 +17,7 @@ _INTERACTION_STEPS = 2_400
 """Steps of a run on interactions, in 5 to 100 epochs."""
 _ITEMS = {"item", "product", "movie", "film", "book", "song", "track", "video", "ad"}
 
-_FIRST = """data: {data}  # about {rows:,} rows
+_FIRST = """data: {data}  # about {rows:,} rows; paths are relative to the working directory
 {held_out}features: {features}  # proposed with these options
 shuffle: {shuffle}  # rows to put in a random order at a time
 checkpoint: best  # the weights of the best point are tested, predicted with and served

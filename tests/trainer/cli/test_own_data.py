@@ -361,6 +361,11 @@ def test_a_model_of_ones_own_and_early_stopping(run: Run) -> None:
     assert metrics["training"]["steps"] < 40 * 16
     assert losses[-1] >= min(losses[:-1])
     assert metrics["final"]["rows"] == 1000
+    samples = metrics["curve"][-1]["samples"]
+    assert f"ended after {samples:,} of 40,000 samples: no better logloss in 1 point (--patience)" in shown
+    for data, warned in (("day_[0].parquet", True), ("day_1.parquet", False)):
+        code, _, errors = run("eval", "runs/own", "--data", data)
+        assert (code, "the run was trained on day_0.parquet" in errors) == (0, warned), errors
     # It has ended for good.
     code, _, errors = run("train", *flags, "--model", "own_models:Sums", "--out", "runs/own", "--resume")
     assert (code, errors) == (0, ""), errors

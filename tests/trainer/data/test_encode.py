@@ -99,7 +99,8 @@ PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"
         (
             b"1\tabc\t3\t\t\n",
             "bad number",
-            r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates; correct",
+            r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates; correct it, "
+            "give a column of texts kind: id, or leave such rows out",
         ),
         (b"1\t1e999\t3\t\t\n", "bad number", r"field 'int_1': value '1e999' is not a finite number"),
         (b"1\t1e39\t3\t\t\n", "bad number", r"field 'int_1': value '1e39' is too large for a float32"),
@@ -327,7 +328,9 @@ def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         read(path, PLAIN)
     text = str(caught.value)
-    assert "(columns label, id, y): column 'x' is missing: name the file's column in the spec (column:)" in text
+    assert (
+        "(columns label, id, y): column 'x' is missing: name the file's column in the spec (column:), or, for a" in text
+    )
     assert "column 'label' has type list<element: int64>: write numbers" in text
     assert "column 'id' has type struct<k: int64>: write ids as texts or numbers" in text
     pq.write_table(pa.table({"label": [1], "id": [date(2025, 3, 1)], "x": [1]}), path)

@@ -195,10 +195,14 @@ def test_a_batch_has_rows_from_all_over_the_files_and_a_shuffle_from_other_place
     assert {number // 200 for number in epochs[0]} == set(range(64))
 
 
-def test_one_file_that_cannot_be_divided_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_one_file_that_cannot_be_divided_is_told_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = FileClickData([write(tmp_path / "huge.csv.gz", [900], 0), write(tmp_path / "b.csv", [100], 900)], SPEC)
+    assert data.uneven(2, 2048) == "", "these files are quick to decode"
+    monkeypatch.setattr("shardrec.trainer.data.files._QUICK_ROWS", 0)
     message = data.uneven(2, 2048)
-    assert "of 2 ranks each decodes up to 100% of the rows, for " in message
+    assert "each of the 2 ranks decodes up to 100% of the rows, because " in message
     assert "a row group of " in message
     assert "huge.csv.gz has 90% of the rows" in message
     assert "shardrec convert" in message

@@ -107,6 +107,15 @@ def test_labels(tmp_path: Path, column: str, values: list[float], label: Any) ->
     assert yaml.safe_load(suggest(str(path)).text)["label"] == label
 
 
+def test_missing_values_are_counted(tmp_path: Path) -> None:
+    data = {"click": [0, 1] * 50, "age": [*range(18, 28)] * 10, "country": ["DE", "FR", "NA", "PL"] * 25}
+    lines = suggest(str(written(tmp_path / "a.csv", data))).text.splitlines()
+    assert [line.partition("# ")[2] for line in lines[-2:]] == [
+        "10 values",
+        "3 values, 25 missing (null, empty or a word of missing:)",
+    ]
+
+
 def test_files_without_a_header_and_of_libsvm(tmp_path: Path) -> None:
     path = written(tmp_path / "u.data", {"a": [0, 1] * 60, "b": [*range(1, 61)] * 2, "c": [0, 1] * 60}, header=False)
     with pytest.raises(DataError, match="no column is clearly the label: name one"):

@@ -184,7 +184,11 @@ def test_a_curve_that_turns_up_is_said(last: float, said: bool, capsys: pytest.C
         ({}, ". Give --checkpoint best, for the weights of the best point; or --patience, to end sooner"),
         ({"patience": 2, "epochs": 9}, ". Give --checkpoint best, for the weights of the best point"),
         ({"checkpoint": "best"}, ". The final metrics are from step 2. Give --patience, to end sooner"),
-        ({"checkpoint": "best", "patience": 1}, ". The final metrics are from step 2"),
+        ({"checkpoint": "best", "patience": 1}, "from step 2. Give --embedding-weight-decay 1e-05"),
+        (
+            {"checkpoint": "best", "patience": 1, "embedding_weight_decay": 1e-4},
+            "from step 2. Give --embedding-weight-decay 0.001",
+        ),
         ({"checkpoint": "best", "epochs": 2}, "step 2. Give --patience, to end sooner; or fewer --epochs"),
     ],
 )

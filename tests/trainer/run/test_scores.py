@@ -186,9 +186,9 @@ def test_text_files_without_labels_and_rows_that_cannot_be_read(run: Path, tmp_p
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "scores")
     scored(run, out, keys=["number"])
-    with pytest.raises(ConfigError, match="holds scores of another keys"):
+    with pytest.raises(ConfigError, match="holds scores that differ in keys"):
         scored(run, out, keys=["who"])
-    with pytest.raises(ConfigError, match="holds scores of another files"):
+    with pytest.raises(ConfigError, match="holds scores that differ in files"):
         scored(run, out, keys=["number"], data=str(run / "rows" / "a.parquet"))
     with pytest.raises(DataError, match="column 'nobody' is missing: leave it out of the keys"):
         scored(run, str(tmp_path / "other"), keys=["nobody"])
