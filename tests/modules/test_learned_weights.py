@@ -95,7 +95,7 @@ def test_ranks_that_disagree_about_the_gradient_are_told_so() -> None:
         plan = random_plan(rng, table_sizes(configs), Topology(ranks_per_host=2))
         model = shard(collection(configs, weighted=True), plan)
         features = random_bags(rng, feature_rows(configs), 2, weighted=True).kjt()
-        with pytest.raises(InputError, match=r"rank 1: ids int64, .*weights with gradient"):
+        with pytest.raises(InputError, match=r"rank 1: weights with gradient"):
             model(with_leaf(features)[0] if dist.get_rank() else features)
 
     ranks(2, rank_main)

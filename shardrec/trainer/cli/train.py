@@ -47,7 +47,7 @@ def train_command() -> Callable[..., None]:
     parameters += flag_parameters(TrainConfig)
     resume = typer.Option(
         "--resume",
-        help="Continue from the last checkpoint in --out, with its options. Without a checkpoint, begin.",
+        help="Continue from the last checkpoint in --out, with the run's options. Without one, begin with them.",
         rich_help_panel="Output",
     )
     parameters.append(parameter("resume", Annotated[bool, resume], False))

@@ -37,7 +37,7 @@ from shardrec.trainer.data.spec import FIRST_IDS, IDS, VOCABULARIES, parse_spec,
 from shardrec.trainer.run.average import Average
 from shardrec.trainer.run.board import Board
 from shardrec.trainer.run.catalogue_ranking import evaluator
-from shardrec.trainer.run.config import CHECKPOINTS, FILE, METRICS, PLAN, ROWS, SPEC, TrainConfig, load_config_text
+from shardrec.trainer.run.config import FILE, METRICS, PLAN, ROWS, SPEC, TrainConfig, load_config_text
 from shardrec.trainer.run.display import Announcer, Display
 from shardrec.trainer.run.folder import lock_folder, own_folder, replaced
 from shardrec.trainer.run.held_out import Progressive, check_monitor
@@ -111,12 +111,8 @@ def _run(
     Of elastic replicas the first one to start makes the plan, while it holds ``lock`` alone. The others find it.
     """
     announcer = Announcer(speaks=rank_info.is_lead)
-    saved = any((folder / CHECKPOINTS).glob("step-*"))
-    saved = bool(same_everywhere("yes" if saved else "", rank_info))
-    # The rows that the plan of a feed was made from may be gone.
-    continues = resume and (saved or not is_first or config.feed is not None)
-    plan = _as_started(config, rank_info, folder, joins=not is_first) if continues else None
-    spec = _own_spec(config, rank_info, folder, continues)
+    plan = _as_started(config, rank_info, folder, joins=not is_first) if resume else None
+    spec = _own_spec(config, rank_info, folder, resume)
     source = Source(config, rank_info, spec, folder / ROWS)
     with _reading(rank_info) as progress:
         source.count(progress)
