@@ -273,7 +273,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         return layout.name in self.context.options.dynamic_ids
 
     def assigns_new_ids(self) -> bool:
-        """Whether a lookup gives rows to new ids, but where a backward computes a forward again: in training."""
+        """Whether a lookup in training gives rows to new ids. One that a backward computes again never does."""
         return self.id_maps is not None and self.training and self.storage.trains
 
     @torch.no_grad()

@@ -63,9 +63,8 @@ def _texts(spec: FeatureSpec, chunks: Sequence[tuple[FileInfo, int]]) -> set[str
         if not open_ones:
             continue
         columns = [*dict.fromkeys(feature.source for feature in open_ones)]
-        for block in read_blocks(
-            info, spec, group=group, columns=columns, part=4
-        ):  # of each the group's dictionary is looked at
+        # Few, large blocks: of each block the whole dictionary of its row group is looked at.
+        for block in read_blocks(info, spec, group=group, columns=columns, part=4):
             for feature in open_ones:
                 if not spells_numbers(block.table, feature, spec):
                     texts.add(feature.share or feature.name)
