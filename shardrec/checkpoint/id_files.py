@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +13,6 @@ from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.errors import CheckpointError
 from shardrec.exchange.agree import on_all_ranks
 from shardrec.exchange.hashing import home_rows
-from shardrec.ids.id_map import IdMap
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.sharded_model import ShardedModel
 
@@ -69,7 +70,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             have: fallback rows, reserved rows, or rows outside the row block that its hash gives. To move ids to
             another plan's row blocks, use a checkpoint.
     """
-    updates: list[tuple[IdMap, Tensor]] = []
+    updates: list[Callable[[], None]] = []
 
     def read() -> None:
         import pyarrow as pa
@@ -112,19 +113,18 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             )
             _check(table.layout, ids, rows)
             last -= (last.max() - table.maps.step).clamp(min=0)  # an id that was used after this step is never evicted
-            for (shard, *_), id_map in table.blocks():
+            for shards, id_map in table.blocks():
+                shard = shards[0]
                 here = ((rows >= shard.row_start) & (rows < shard.row_end)).nonzero().squeeze(1)
                 records, places = id_map.records.clone(), rows[here] - shard.row_start
                 records[records[:, 1] > 0] = 0
                 _check_block(table.layout, shard, records, ids[here], places)
                 records[places] = torch.stack([ids[here], uses[here].clamp(min=1), last[here]], dim=1)
-                updates.append((id_map, records))
+                updates.append(partial(table.write, shards, id_map, records))
 
     on_all_ranks(read, model.ranks, "load", remedy=_REMEDY)
-    for id_map, records in updates:
-        id_map.records.copy_(records)
-        id_map.candidates.zero_()
-        id_map.rebuild()
+    for update in updates:
+        update()
 
 
 def _check(layout: TableLayout, ids: Tensor, rows: Tensor) -> None:

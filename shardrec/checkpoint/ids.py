@@ -10,7 +10,7 @@ reads the saved blocks that it overlaps.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +42,13 @@ class DynamicTable:
     def blocks(self) -> Iterator[tuple[list[Shard], IdMap]]:
         """See :meth:`shardrec.ids.maps.IdMaps.blocks`."""
         return self.maps.blocks(self.layout.name)
+
+    def write(self, shards: Sequence[Shard], id_map: IdMap, records: Tensor, candidates: Tensor | None = None) -> None:
+        """Give the rows of a block to other ids. What backwards have left for ids that lose their rows is dropped."""
+        lost = id_map.write(records, candidates)
+        for shard in shards:
+            self.collection.shards.drop_rows(shard, lost)
+        self.maps.forget_steps()
 
 
 def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
@@ -105,21 +112,18 @@ class Moves:
     def place(self) -> None:
         """Write the maps, and draw new values for the rows without an id."""
         for table in self._tables:
-            for (shard, *others), id_map in table.blocks():
-                key = table.path, shard.row_start
+            for shards, id_map in table.blocks():
+                key = table.path, shards[0].row_start
                 if key not in self._placed:
                     continue
                 placed_ids = self._placed[key]
                 if not placed_ids.in_place:
-                    free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, placed_ids.targets, False)
+                    free = torch.ones(shards[0].rows, dtype=torch.bool).index_fill_(0, placed_ids.targets, False)
                     free[: placed_ids.fallback] = False
-                    for stripe in (shard, *others):
-                        table.collection.renew_rows(stripe, free.nonzero().squeeze(1), self._step(table))
-                id_map.records.copy_(placed_ids.records)
-                id_map.candidates.zero_()
-                if key in self._waiting:
-                    id_map.candidates.copy_(self._waiting[key].records)
-                id_map.rebuild()
+                    for shard in shards:
+                        table.collection.renew_rows(shard, free.nonzero().squeeze(1), self._step(table))
+                waiting = self._waiting.get(key)
+                table.write(shards, id_map, placed_ids.records, None if waiting is None else waiting.records)
 
     def reads(self, name: str, part: Part, into: Tensor) -> Iterator[Read]:
         """The reads of a part of the model, after :meth:`place`."""
@@ -141,7 +145,8 @@ class Moves:
             columns = saved_part.rect._replace(row_start=0, row_end=1).common(rect._replace(row_start=0, row_end=1))
             if columns is None:
                 continue
-            for first, share in placed_ids.shares:
+            # Averages of rows begin again in the fallback: blocks have steps of their own.
+            for first, share in () if name.startswith(f"{Kind.AVERAGE.value}.") else placed_ids.shares:
                 place = columns._replace(row_start=first, row_end=first + fallback)
                 if saved_part.rect.common(place) == place:
                     yield _mean_read(saved_part, dtype, place, share, mean, into, rect)

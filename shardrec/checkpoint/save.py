@@ -8,7 +8,6 @@ separate gloo group, so that their collectives do not match the training's.
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 import warnings
@@ -33,10 +32,8 @@ from shardrec.checkpoint.manifest import (
     ParamGroup,
     SavedPart,
     SavedTensor,
-    from_pairs,
     leftovers,
     read_manifest,
-    with_pairs,
     write_manifest,
 )
 from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, optimizer_state
@@ -240,7 +237,7 @@ def _prepared(
             {rank_name(ranks.rank, key): held(tensor, saved=True) for key, tensor in (rank_state or {}).items()}
         )
         manifest = Manifest(
-            extra=_as_json(extra or {}),
+            extra=dict(extra or {}),
             step_counts=step_counts(model),
             numbers=numbers,
             param_groups=optimizer_groups(model, optimizer),
@@ -249,9 +246,10 @@ def _prepared(
         )
         try:
             read = Manifest.from_bytes(manifest.to_bytes())
-        except (TypeError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"JSON cannot hold the optimizers' settings and numbers: {error}. Change these"
+                f"extra, or an optimizer's settings, cannot be written as JSON ({error}). Give numbers, texts, lists "
+                "and dicts, and tensors as rank_state"
             ) from error
         read = replace(read, tensors=described_parts(tensors, ranks.rank, saved=False))
         if faults := misfits(read, in_model, Moves(model, read), model, optimizer):
@@ -259,7 +257,7 @@ def _prepared(
         if ranks.rank == 0:
             made.append(folder / _new_data_folder(folder))
         data = made[0].name if made else ""
-        return replace(manifest, data=data, tensors=described_parts(tensors, ranks.rank, saved=True))
+        return replace(manifest, data=data, extra=read.extra, tensors=described_parts(tensors, ranks.rank, saved=True))
 
     try:
         return of_all_ranks(on_all_ranks(prepare, ranks, "save", remedy=REMEDY), model), tensors
@@ -339,17 +337,6 @@ def check_incremental(incremental: int) -> None:
     """
     if incremental < 0:
         raise ConfigError(f"incremental={incremental}. Give the saves in a row that may write changes alone, or 0")
-
-
-def _as_json(extra: Mapping[str, object]) -> dict[str, object]:
-    try:
-        values: dict[str, object] = json.loads(json.dumps(with_pairs(dict(extra))), object_hook=from_pairs)
-    except (RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"extra cannot be written as JSON ({error}). Give numbers, texts, lists and dicts, and tensors as "
-            "rank_state"
-        ) from error
-    return values
 
 
 def _merged_groups(prepared: list[Manifest]) -> list[ParamGroup] | None:

@@ -1,26 +1,34 @@
-"""Whether a forward is computed again, for a backward: by ``torch.utils.checkpoint`` or by a pipeline."""
+"""Whether a forward is computed again, for a backward, and what else a pipeline tells the forwards in it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
 
-class _Flags(threading.local):
+class _InPipeline(threading.local):
+    """Of the forward that runs on this thread.
+
+    Attributes:
+        checkpointing: it keeps no graph, and will be recomputed.
+        recomputing: it is a recomputation.
+        micro_batches: number of micro-batches that the mini-batch is cut into. 0 outside of a pipeline.
+    """
+
     checkpointing = False
     recomputing = False
+    micro_batches = 0
 
 
-_flags = _Flags()
+IN_PIPELINE = _InPipeline()
 
 
 def is_checkpointing() -> bool:
     """Whether the forward that runs on this thread is a pipeline's that keeps no graph, and will be recomputed."""
-    return _flags.checkpointing
+    return IN_PIPELINE.checkpointing
 
 
 def is_recomputing() -> bool:
@@ -28,7 +36,7 @@ def is_recomputing() -> bool:
 
     A layer that counts its calls, or updates a state in forward, should not do so in a recomputation.
     """
-    return _flags.recomputing or torch._C._current_graph_task_id() >= 0
+    return IN_PIPELINE.recomputing or torch._C._current_graph_task_id() >= 0
 
 
 def recomputes_graph() -> bool:
@@ -42,11 +50,11 @@ def recomputes_graph() -> bool:
 
 
 @contextmanager
-def flagged(flag: Literal["checkpointing", "recomputing"]) -> Iterator[None]:
-    """What layers of a pipeline are told inside the block."""
-    before = getattr(_flags, flag)
-    setattr(_flags, flag, True)
+def in_pipeline(**told: int) -> Iterator[None]:
+    """Tell the forwards inside the block some of :data:`IN_PIPELINE`."""
+    before = {name: getattr(IN_PIPELINE, name) for name in told}
+    vars(IN_PIPELINE).update(told)
     try:
         yield
     finally:
-        setattr(_flags, flag, before)
+        vars(IN_PIPELINE).update(before)

@@ -13,7 +13,8 @@ Shapes: N ids, S slots, M maps, R rows of all maps, E evicted rows. The kernels:
     find     again, for the ids that had no row
 
 The device's records are newer than the host's in uses and last steps. ``IdMap.records`` fetches them first. Where the
-host's were written from outside, they are copied to the device before the next lookup.
+host's were written from outside, they are copied to the device before the next lookup. Lookups on several streams
+(ahead of a step, in a step, in an evaluation) wait for each other on the device, in the order in which they are made.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class DeviceMaps:
         self._versions = [-1] * len(maps)
         self._used = [False] * len(maps)  # by steps since the host's records equalled the device's
         self._writes = 0
-        self._written: Any = None
+        self._last: Any = None  # the event after the last lookup
 
     def find(self, shard_input: ShardInput, *, frozen: bool = False) -> FoundRows:
         """Find the rows of ids, on the current stream. Changes nothing, and the host does not wait.
@@ -120,8 +121,6 @@ class DeviceMaps:
             shard_input: with raw ids, int64.
             frozen: ids without a row take the fallback immediately, and are not listed.
         """
-        if self._written is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._written)
         self._upload()
         ids, count = shard_input.ids, shard_input.ids.numel()
         ends = nn.functional.pad(shard_input.lengths.sum(dim=1, dtype=torch.int64).cumsum(0), [1, 0])
@@ -139,6 +138,7 @@ class DeviceMaps:
             head = torch.empty(head.shape, dtype=torch.int64, pin_memory=True).copy_(head, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
+        self._end_lookup()
         return FoundRows(
             rows=rows_N, maps=maps_N, ends=ends, missing=missing, head=head, copied=copied, version=self._writes
         )
@@ -183,10 +183,13 @@ class DeviceMaps:
             self._find(shard_input.ids, maps_N, rows, rows, True)
             fallback_N = self._tables_M[:, 5].index_select(0, maps_N.clamp(min=0))
             self._count(2, rows < fallback_N, found_rows.ends)
-        if rows.is_cuda:
-            self._written = torch.cuda.Event()
-            self._written.record()
+        self._end_lookup()
         return rows, evicted, lacking
+
+    def _end_lookup(self) -> None:
+        if self._device.type == "cuda":
+            self._last = torch.cuda.Event()
+            self._last.record()
 
     def _find(self, ids: Tensor, maps_N: Tensor, rows_N: Tensor, claims: Tensor, frozen: bool) -> None:
         arguments = ids, maps_N, self._tables_M, self._buckets, self._records_R, rows_N, claims, claims.numel() - 2
@@ -232,7 +235,9 @@ class DeviceMaps:
             self._writes += 1
 
     def _upload(self) -> None:
-        """Copy the maps that were written on the host since."""
+        """A lookup begins. Copy the maps that were written on the host since the last one."""
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
         for number, id_map in enumerate(self.maps):
             if self._versions[number] != id_map.version:
                 records = id_map.records

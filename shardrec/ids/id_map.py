@@ -109,6 +109,18 @@ class IdMap:
             for place, count in zip(_COUNTED_ON_DEVICE, self.fetch(self._records), strict=True):
                 self._state[place] += count
 
+    def write(self, records: Tensor, candidates: Tensor | None = None) -> Tensor:
+        """Have other records (R, 3), and other ids that wait; by default none.
+
+        Returns: (n,) int64, the rows that have lost their ids.
+        """
+        before = self.records
+        has_lost = (before[:, 1] > 0) & ((records[:, 1] <= 0) | (records[:, 0] != before[:, 0]))
+        before.copy_(records)
+        self.candidates.copy_(torch.zeros_like(self.candidates) if candidates is None else candidates)
+        self.rebuild()
+        return has_lost.nonzero().squeeze(1)
+
     def rebuild(self) -> None:
         """Rebuild the hash table, after records or candidates were written from outside."""
         self.buckets, self._candidate_buckets = _buckets_of(self.records), _buckets_of(self.candidates)

@@ -13,6 +13,8 @@ error if rows may have been reassigned since.
 A step without a graph (``torch.utils.checkpoint`` with ``use_reentrant=True``, a pipeline's checkpoint) protects
 nothing, but its rows are remembered: if a backward computes it again, it reads the same rows. That is an error if they
 may have been reassigned since.
+
+A load gives rows to other ids, whatever they are used by: no backward of a step before it may follow.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
@@ -86,7 +87,7 @@ class Mapped:
 
 @dataclass(eq=False)
 class OpenStep:
-    """A step before its backward has run. Its autograd graph keeps it alive."""
+    """A step before its backward has run. Its autograd graph keeps it alive. 0: its ids have lost their rows."""
 
     step: int
 
@@ -144,6 +145,9 @@ class IdMaps:
                 self.maps[key] = IdMap(shard.rows, id_options, capacity)
         for shards in self._shards.values():  # stripes of several widths are in several lookup groups
             shards.sort()
+        plain = (slot.shard for slot in slots if slot.shard.table not in options)
+        self._is_wide = any(shard.rows > 2**31 for shard in plain)
+        self._on_device = self._device_maps()
 
     def runs(self) -> list[tuple[IdMap | None, int]]:
         """The map of each run of slots of this rank, None for plain rows, and its number of slots."""
@@ -151,7 +155,7 @@ class IdMaps:
 
     def find_rows(self, shard_input: ShardInput) -> FoundRows | None:
         """With maps on a GPU, begin to look ids up before the step that will assign rows to new ones."""
-        return self._on_device.find(shard_input) if launching.has_kernels(self._device) else None
+        return None if self._on_device is None else self._on_device.find(shard_input)
 
     def __call__(
         self,
@@ -171,7 +175,7 @@ class IdMaps:
         """
         self.step += assign_new_ids
         protect = min((open_step.step for open_step in self._open), default=self.step)
-        if not launching.has_kernels(self._device):
+        if self._on_device is None:
             rows, lacking = self._on_host(shard_input, assign_new_ids, protect)
         elif assign_new_ids:
             rows, evicted, lacking = self._on_device.assign(shard_input, found_rows, step=self.step, protect=protect)
@@ -180,6 +184,11 @@ class IdMaps:
         else:
             rows = self._on_device.find(shard_input, frozen=True).rows
             lacking = any(options.fallback_rows == 0 for options in self.options.values())
+        if self._is_wide:
+            plain = torch.tensor([key is None for key, count in self._runs for _ in range(count)], device=rows.device)
+            sizes = shard_input.lengths.sum(dim=1, dtype=torch.int64).to(rows.device)
+            plain_N = plain.repeat_interleave(sizes, output_size=rows.numel())
+            rows = torch.where(plain_N, shard_input.ids.to(rows.device), rows)
         step = self.step if assign_new_ids else 0
         if step and not has_graph:
             self._without_graph.append(_WithoutGraph(shard_input.ids.clone(), rows, step))
@@ -234,8 +243,10 @@ class IdMaps:
                 self._renew_all(self._shards[key], looked.evicted)
         return rows, bool(lacking) and bool((rows < 0).any())
 
-    @cached_property
-    def _on_device(self) -> DeviceMaps:
+    def _device_maps(self) -> DeviceMaps | None:
+        """The copies of the maps on the device, if it has the kernels. Their memory is of the present stream."""
+        if not launching.has_kernels(self._device):
+            return None
         numbers = {key: number for number, key in enumerate(self._shards)}
         slot_maps = [-1 if key is None else numbers[key] for key, count in self._runs for _ in range(count)]
         counted: list[bool] = []
@@ -290,7 +301,7 @@ class IdMaps:
         for key, id_map in others.maps.items():
             if key in self.maps and self.maps[key].records.shape == id_map.records.shape:
                 self.maps[key] = id_map
-        self.__dict__.pop("_on_device", None)
+        self._on_device = self._device_maps()
 
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
         """Set the capacity of a table's maps from ``options``. It is not lower than before."""
@@ -310,14 +321,23 @@ class IdMaps:
         """Called when the backward of a step begins.
 
         Raises:
-            ConfigError: if it is not the step's first backward, and rows may have been reassigned since.
+            ConfigError: if it is not the step's first backward, and rows may have been reassigned since; or after a
+                load.
         """
         if open_step not in self._open and any(each.last_of_evicted >= open_step.step for each in self.maps.values()):
             raise ConfigError(
-                f"this backward is a further one of step {open_step.step} of a table with dynamic ids, some of whose "
-                "ids have lost their rows since the first. Add the losses up and call backward once"
+                f"this backward is a further one of a step of tables {', '.join(map(repr, self.options))}, or follows "
+                "a load, and ids of the step have lost their rows since. Add the losses up, call backward once, and "
+                "load after it"
             )
         self._open.discard(open_step)
+
+    def forget_steps(self) -> None:
+        """The rows have other ids than in the steps so far."""
+        for open_step in self._open:
+            open_step.step = 0
+        self._open.clear()
+        self._without_graph.clear()
 
 
 def block_capacity(layout: TableLayout, shard: Shard, options: DynamicIds) -> int:

@@ -42,6 +42,13 @@ def configs_of(collection: Collection) -> list[BaseEmbeddingConfig]:
     return configs
 
 
+def tables_of(collection: Collection) -> nn.ModuleDict:
+    """The modules of a collection's tables, by the tables' own names."""
+    tables: nn.ModuleDict
+    tables = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
+    return tables
+
+
 def default_device(model: nn.Module, group: dist.ProcessGroup | None = None) -> torch.device:
     """The default device for planning and sharding: the model's device, or one that its process group supports."""
     for parameter in model.parameters():

@@ -139,6 +139,13 @@ class RowOptimizer:
             rows = torch.arange(len(cls.weight), device=cls.weight.device)
             yield cls.weight, self._average(cls, states, rows, self.step_count)
 
+    @torch.no_grad()
+    def settle_averages(self) -> None:
+        """Bring the averages of all rows up to the last step, before rows change without a step."""
+        for (_, states), (_, average) in zip(self._classes, self.averages(), strict=True):
+            states["average"].copy_(average)
+            states["average_step"].fill_(self.step_count)
+
     def _average(self, cls: WidthClass, states: Mapping[str, Tensor], rows: Tensor, now: int) -> Tensor:
         """(U, w) float32: the averages of some rows after ``now`` steps, up to which they have had their values."""
         weight, log = cls.weight.index_select(0, rows).to(torch.float32), self._log_decay

@@ -333,10 +333,13 @@ class ShardLookup:
         return [member.deferred for member in self._local_groups if member.deferred is not None]
 
     def drop_rows(self, shard: Shard, rows: Tensor) -> None:
-        """Drop the gradients that :meth:`step` would apply to some rows (E,) of one of this rank's shards."""
+        """Drop the gradients that no step has applied to some rows (E,) of one of this rank's shards."""
         for member in self._local_groups:
-            if member.deferred is not None and shard in member.shards:
-                member.deferred.drop_rows(member.shards.index(shard), rows)
+            number = member.shards.index(shard) if shard in member.shards else None
+            if number is not None and member.deferred is not None:
+                member.deferred.drop_rows(number, rows)
+            elif number is not None and member.parameters and (gradient := member.parameters[number].grad) is not None:
+                gradient.index_fill_(0, rows.to(gradient.device), 0)
 
     def own_parameters(self, parameters: dict[Shard, nn.Parameter]) -> None:
         """Tell the lookup which parameters take the gradients of the shards without a fused optimizer."""

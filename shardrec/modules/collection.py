@@ -21,6 +21,7 @@ from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.dedup import DistinctIds
+from shardrec.exchange.recomputation import IN_PIPELINE
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.to_device import moved
 from shardrec.exchange.transport import transport_of
@@ -263,7 +264,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         dense = self.context.forward_state.dense_signature
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.assigns_new_ids() else 'frozen'}"
         frozen = "" if self.step_plan.trains_shards else ", tables frozen"
-        return self.context.gradients.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
+        parts = IN_PIPELINE.micro_batches
+        cut = f", {parts} micro-batches (the least of chunks and samples)" if parts else ""
+        others = f", other inputs {dense}" if dense else ""
+        return self.context.gradients.agreement() + frozen + learning + cut + others
 
     def fault(self) -> str:
         """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""

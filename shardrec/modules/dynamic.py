@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.ids.maps import cut_faults
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan
-from shardrec.layout.discover import collections_of, is_a, qualified_name, remappers_of, table_configs
+from shardrec.layout.discover import collections_of, is_a, qualified_name, remappers_of, table_configs, tables_of
 from shardrec.lookup.optimizers import fused_optimizer_of
 from shardrec.modules.overrides import refuse_overrides
 
@@ -111,8 +110,7 @@ def dynamic_tables(
     weights: dict[str, nn.Parameter] = {}
     full_names: dict[str, list[str]] = {}
     for path, collection in collections_of(model).items():
-        pooled = isinstance(collection, EmbeddingBagCollection)
-        for name, module in (collection.embedding_bags if pooled else collection.embeddings).items():
+        for name, module in tables_of(collection).items():
             weights[qualified_name(path, name)] = module.weight
             full_names.setdefault(name, []).append(qualified_name(path, name))
     by_name: dict[str, DynamicIds] = {}

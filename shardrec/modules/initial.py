@@ -46,11 +46,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
-from shardrec.layout.discover import configs_of
+from shardrec.layout.discover import Collection, configs_of, tables_of
 
 WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
@@ -117,17 +117,14 @@ class TableDraw:
             list(pool.map(fill_block, numbers))
 
 
-def first_values(
-    collection: EmbeddingBagCollection | EmbeddingCollection,
-) -> Iterator[tuple[str, Tensor | TableDraw]]:
+def first_values(collection: Collection) -> Iterator[tuple[str, Tensor | TableDraw]]:
     """Each table's name and its (num_embeddings, embedding_dim) values before sharding, or how to draw them.
 
     Raises:
         ConfigError: if a table is to be drawn by blocks, and its ``init_fn`` cannot be.
     """
     pooled = isinstance(collection, EmbeddingBagCollection)
-    tables = collection.embedding_bags if pooled else collection.embeddings
-    configs = configs_of(collection)
+    configs, tables = configs_of(collection), tables_of(collection)
     weights = {config.name: tables[config.name].weight for config in configs}
     on_meta = {name: weight for name, weight in weights.items() if weight.is_meta}
     by_blocks = sum(weight.nbytes for weight in on_meta.values()) > WHOLE_BYTES
@@ -155,14 +152,13 @@ def first_values(
             yield config.name, values
 
 
-def value_checksums(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict[str, int]:
+def value_checksums(collection: Collection) -> dict[str, int]:
     """A checksum per table of its first values: of rows at equal distances, at most 1 MiB of a table, so that it costs
     little for any table, and notices other seeds and files, but not every single row of a larger table. It is 0 on
     meta, where a rank of another seed draws its own part: random values like any others."""
-    tables = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
     checksums = {}
     for config in configs_of(collection):
-        weight = tables[config.name].weight.detach()
+        weight = tables_of(collection)[config.name].weight.detach()
         checksums[config.name] = 0
         if not weight.is_meta:
             rows = weight[:: -(-weight.nbytes // 2**20) or 1].cpu().contiguous()

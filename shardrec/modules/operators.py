@@ -255,11 +255,10 @@ class Program:
                 self._context.gradients.begin_forward()
             if weights_require_grad and gradients:
                 weights.requires_grad_()
-            self._kept[number] = _Issued(
-                self._module.call(features, by_operator=True, scripted=scripted is not None),
-                weights if weights_require_grad and gradients else None,
-                self._replicas,
-            )
+            call = self._module.call(features, by_operator=True, scripted=scripted is not None)
+        weights = weights if weights_require_grad and gradients else None
+        issued = self._kept[number] = _Issued(call, weights, self._replicas)
+        call.user = weakref.ref(issued)
         weakref.finalize(ticket, self._kept.pop, number, None).atexit = False
         return ticket
 

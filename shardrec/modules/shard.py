@@ -164,7 +164,10 @@ def shard(
         )
     refuse_ties(model)
     refuse_overrides(collections)
-    _refuse_dense(model, collections, dense, collectives.world_size)
+    weights = {parameter for collection in collections.values() for parameter in collection.parameters()}
+    refuse_dense_on_meta(model, weights)
+    if dense_options(dense)[0] == "fsdp" and collectives.world_size > 1:
+        refuse_in_backward(model, weights)
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
         raise ConfigError(f"output_dtype is {output_dtype}. Embeddings come as one of {known}")
@@ -401,12 +404,3 @@ def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modu
             if id(child) in replaced:
                 setattr(parent, name, replaced[id(child)])
     return model
-
-
-def _refuse_dense(
-    model: nn.Module, collections: Mapping[str, Collection], dense: DenseWrap | DenseOptions, world_size: int
-) -> None:
-    tables = {parameter for collection in collections.values() for parameter in collection.parameters()}
-    refuse_dense_on_meta(model, tables)
-    if dense_options(dense)[0] == "fsdp" and world_size > 1:
-        refuse_in_backward(model, tables)

@@ -362,9 +362,14 @@ class ShardedModel(nn.Module):
         return list(items(self.module, self._sharded, self.made_fused_optimizer))
 
     def _weights(self) -> Iterator[tuple[ShardedTable, Tensor]]:
-        """This rank's shards per table. Data-parallel tables, which are equal on all ranks, have none."""
-        for state in self._row_states(Kind.WEIGHT):
-            yield from ((state.table, weight) for shard, weight in state.tensors.items() if shard is not None)
+        """This rank's shards per table, to average them over copies, and the averages of their rows. Data-parallel
+        tables, which are equal on all ranks, have none."""
+        for collection in self._sharded:
+            for rows in collection.keep_averages(collection.averages) if collection.averages else ():
+                rows.settle_averages()  # they are equal in all copies but for their values
+        for state in self._row_states(Kind.WEIGHT, Kind.AVERAGE):
+            if state.dtype.is_floating_point:
+                yield from ((state.table, weight) for shard, weight in state.tensors.items() if shard is not None)
 
     def _states(self) -> Iterator[Tensor]:
         for state in self._row_states(Kind.FUSED):

@@ -6,7 +6,7 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from shardrec.errors import ConfigError
-from shardrec.layout.discover import collections_of
+from shardrec.layout.discover import collections_of, tables_of
 
 
 def refuse_ties(model: nn.Module) -> None:
@@ -19,8 +19,7 @@ def refuse_ties(model: nn.Module) -> None:
         ConfigError: naming the parameters that share memory, or the table with a weight that is computed from others.
     """
     for path, collection in collections_of(model).items():
-        pooled = isinstance(collection, EmbeddingBagCollection)
-        for name, table in (collection.embedding_bags if pooled else collection.embeddings).items():
+        for name, table in tables_of(collection).items():
             if "weight" not in table._parameters:
                 raise ConfigError(
                     f"the weight of table {name!r} of collection {path!r} is computed from other parameters "

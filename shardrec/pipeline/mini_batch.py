@@ -67,6 +67,7 @@ class Run:
         stops = {"always": self.batches, "except_last": self.batches - 1, "never": 0}
         self._step = Step(
             with_gradients=with_gradients,
+            batches=self.batches,
             checkpointed=stops[checkpoint],
             modes=Modes({stage.device.type for stage in stages}),
             recorder=recorder,

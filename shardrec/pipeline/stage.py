@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardrec.errors import PipelineError
-from shardrec.exchange.recomputation import flagged
+from shardrec.exchange.recomputation import in_pipeline
 from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten
 from shardrec.pipeline.recompute import Modes, RandomState, RandomStream
 from shardrec.pipeline.schedule import Action
@@ -48,6 +48,7 @@ class Step:
 
     Args:
         with_gradients: a backward follows.
+        batches: number of micro-batches.
         checkpointed: number of micro-batches, from the first, that are computed once more.
         modes: of the caller.
         loss: from a micro-batch and the last stage's output to the minimized value. None: the caller sends gradients.
@@ -55,6 +56,7 @@ class Step:
     """
 
     with_gradients: bool
+    batches: int
     checkpointed: int
     modes: Modes
     loss: Callable[[int, object], Tensor] | None = None
@@ -232,7 +234,7 @@ class StageStep:
             if step.with_gradients and batch < step.checkpointed:
                 versions = [versions_of(entrance.leaves) for entrance in record.entrances]
                 record.random = RandomState(stage.device, self._stream)
-                with flagged("checkpointing"):
+                with in_pipeline(checkpointing=True):
                     messages, _ = self._compute(record, batch, with_graph=False)
                 if versions != [versions_of(entrance.leaves) for entrance in record.entrances]:
                     raise PipelineError(
@@ -260,7 +262,7 @@ class StageStep:
             exits = record.exits
             if exits is None:
                 assert record.random is not None, "what is computed again kept its random state"
-                with record.random.again(), flagged("recomputing"):
+                with record.random.again(), in_pipeline(recomputing=True):
                     exits = self._compute(record, batch, with_graph=True)[1]
             roots: list[GradientEdge] = []
             seeds: list[Tensor | None] = []
@@ -283,7 +285,7 @@ class StageStep:
         """The layers' forward: what leaves the stage, the activation and then the skips."""
         stage, step = self._stage, self._step
         tracker = SkipTracker()
-        with step.modes.applied(), torch.set_grad_enabled(with_graph):
+        with step.modes.applied(), torch.set_grad_enabled(with_graph), in_pipeline(micro_batches=step.batches):
             first, *skips = record.entrances
             for route, entrance in zip(stage.popped, skips, strict=True):
                 tracker.save(route.key, entrance.enter(stage.token, with_graph=with_graph))

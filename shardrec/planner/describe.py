@@ -69,13 +69,12 @@ def table_loads(
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     # With torch and torchrec, which the planner of tables does without.
-    from shardrec.layout.discover import collections_of, configs_of, qualified_name
+    from shardrec.layout.discover import collections_of, configs_of, qualified_name, tables_of
     from shardrec.lookup.optimizers import fused_optimizer_of
 
     tables = []
     for path, collection in collections_of(model).items():
-        pooled = isinstance(collection, EmbeddingBagCollection)
-        modules: nn.ModuleDict = collection.embedding_bags if pooled else collection.embeddings
+        modules, pooled = tables_of(collection), isinstance(collection, EmbeddingBagCollection)
         for config in configs_of(collection):
             name = qualified_name(path, config.name)
             optimizer = (

@@ -75,7 +75,7 @@ class PortableBags(PortableTwin):
         for maps in self.id_maps:
             ids, kept = maps(got.lengths, ids)
             # Of an id without a row, any row times 0: a graph cannot leave ids out.
-            weights = kept if weights is None else weights * kept
+            weights = kept if weights is None else weights.masked_fill(kept == 0, 0.0)
         parts = self.by_group(got.lengths, ids, weights, got.came)
         if len(parts) == 1:
             return parts[0], sizes

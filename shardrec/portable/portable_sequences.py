@@ -133,7 +133,7 @@ class PortableSequences(PortableTwin):
         totals = [sum([per_group[group] for per_group in came]) for group in range(len(rows_of))]
         for group, rows in enumerate(rows_of):
             if mask is not None:
-                rows = rows * mask.split(totals)[group].unsqueeze(1)
+                rows = rows.masked_fill(mask.split(totals)[group].unsqueeze(1) == 0, 0.0)
             if self.group_slots[group] > 0:
                 places = torch.arange(totals[group], device=self.nothing.device)
                 places = torch.ops.fbgemm.permute_1D_sparse_data(

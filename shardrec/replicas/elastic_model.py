@@ -35,7 +35,7 @@ from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.inventory import Item, Kind
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic import ElasticGroup, Phase
-from shardrec.replicas.replicas import Replicas, TrainedTables
+from shardrec.replicas.replicas import Replicas, trained
 from shardrec.step.context import ModelContext
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ class ElasticModel(ShardedModel):
         self._options = options
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
-        self._trained = TrainedTables()
         self._next = ""  # what the furthest replica was about to do when this one took its state
         within = gloo_ranks(self.ranks, "start of the replicas")
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
@@ -177,15 +176,12 @@ class ElasticModel(ShardedModel):
             self._regroup("")
         while not self._is_in_step and self._since_sync >= self._options.sync_every:
             self._operate("averaging of tables", self._average_tables)
-        if not self._is_in_step:
-            self._trained.note(self._sharded)
-            self._since_sync += 1
+        self._since_sync += not self._is_in_step
         self._is_in_step = True
 
     def _average_tables(self) -> None:
         states = self._states() if self._options.sync_optimizer else ()
-        self._group.average_tables([*self._trained.weights(self._weights()), *states])
-        self._trained.clear()
+        self._group.average_tables([*trained(self._weights()), *states])
         self._since_sync = 0
 
     @torch.no_grad()

@@ -28,7 +28,6 @@ from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.peers import peers
 from shardrec.exchange.subgroups import end_with, subgroup
-from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.table import ShardedTable
 
 _BUCKET_BYTES = 64 * 2**20
@@ -225,25 +224,6 @@ def spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
         part.copy_(values)
 
 
-class TrainedTables:
-    """The tables that replicas may have trained since they last averaged their copies, also if they are frozen now."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-
-    def note(self, collections: Iterable[ShardedCollection]) -> None:
-        """A training forward begins."""
-        tables = (table for collection in collections for table in collection.tables().values())
-        self._names.update(table.layout.name for table in tables if _trains(table))
-
-    def weights(self, weights: Iterable[tuple[ShardedTable, Tensor]]) -> list[Tensor]:
-        """Those of the weights that are to be averaged."""
-        return [weight for table, weight in weights if table.layout.name in self._names or _trains(table)]
-
-    def clear(self) -> None:
-        """The copies are equal."""
-        self._names.clear()
-
-
-def _trains(table: ShardedTable) -> bool:
-    return any(parameter.requires_grad for parameter in table.locals.values())
+def trained(weights: Iterable[tuple[ShardedTable, Tensor]]) -> Iterator[Tensor]:
+    """The weights of tables that were not frozen when they were sharded: only these can have been trained since."""
+    return (weight for table, weight in weights if any(was_trained for *_, was_trained in table.kept))

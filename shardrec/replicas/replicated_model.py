@@ -33,7 +33,7 @@ from shardrec.exchange.subgroups import end_with
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas, TrainedTables
+from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas, trained
 from shardrec.step.context import ModelContext
 
 
@@ -86,7 +86,6 @@ class ReplicatedModel(ShardedModel):
         self._is_inside, self._agrees_later = False, False
         context.life_cycle.forward_begins.insert(0, weak_hook(self._begin))
         context.life_cycle.backward_begins.append(weak_hook(self._backward_begins))
-        self._trained = TrainedTables()
         self._averager = None if groups.across is None else Averager(groups.across)
         context.headers.before_raising = weak_hook(self._agree_later)
         if groups.everyone is not None:  # the groups were made for these replicas
@@ -144,7 +143,6 @@ class ReplicatedModel(ShardedModel):
         if self.steps_since_sync >= self.replica_options.sync_every:
             self._average_copies()
         self._has_begun, self._agrees_later = True, not self._is_inside
-        self._trained.note(self._sharded)
         self._counted = int(self._counts_steps)
         self.steps_since_sync += self._counted
 
@@ -154,6 +152,8 @@ class ReplicatedModel(ShardedModel):
 
     def _agree_later(self, error: Exception | None) -> None:
         """:meth:`_agree` on a forward of a scripted program: where it fails in a replica, or else in its backward."""
+        if error is not None and not torch.is_grad_enabled():
+            return  # of an evaluation between the two, which this replica makes alone
         if self._agrees_later and self.replica_groups.everyone is not None:
             self._agrees_later = False
             try:
@@ -181,8 +181,7 @@ class ReplicatedModel(ShardedModel):
     def _average_copies(self) -> None:
         if self._averager is not None:
             states = self._states() if self.replica_options.sync_optimizer else ()
-            self._averager.average([*self._trained.weights(self._weights()), *states])
-            self._trained.clear()
+            self._averager.average([*trained(self._weights()), *states])
         self.steps_since_sync = 0
 
     @contextmanager

@@ -20,8 +20,9 @@ the step, and pushes all of it as one update. So the servers keep nothing betwee
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,7 +95,7 @@ class RemoteCollectives(Collectives):
         self.requests: list[list[Part]] = []
         self._updates = 0
         self._pushed: deque[list[Call]] = deque()  # per update and server
-        self.updates_with_program = False  # at the end of the backward of a program that is under way
+        self._queued: Callable[[], object] = lambda: None  # what the end of the backward under way calls, if it lives
 
     @property
     def mean_over(self) -> int:
@@ -121,9 +122,6 @@ class RemoteCollectives(Collectives):
             f"trainers do not have shards, and {what} is to come from one"
         )
         like = parts[0][0]
-        if not self.updates_at_step and torch._C._current_graph_task_id() == -1:
-            self.kept.drop()  # of a backward that raised
-            self.updates_with_program = False
         modules, self.requests = self.requests, []
         if not modules:  # nothing of the servers: sums of squares of rows that no trainer holds
             return Later(lambda: [like.new_zeros(size) for size in receive])
@@ -133,13 +131,11 @@ class RemoteCollectives(Collectives):
         return Later(partial(self._rows, lookups, like.device), way_back)
 
     def program_goes_back(self) -> None:
-        if not self.updates_at_step and not self.updates_with_program:
-            self.updates_with_program = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._program_ends)
-
-    def _program_ends(self) -> None:
-        self.updates_with_program = False
-        self.step(self.staleness)
+        if not self.updates_at_step and self._queued() is None:
+            self.kept.drop()  # of a backward that raised, which has let go of its callback
+            update = partial(self.step, self.staleness)
+            self._queued = weakref.ref(update)
+            torch.autograd.Variable._execution_engine.queue_callback(update)
 
     def _rows(self, lookups: Sequence[Call], device: torch.device) -> list[Tensor]:
         """Wait for the servers' rows: per rank, on ``device``."""
@@ -216,11 +212,8 @@ class _Gradients:
     def send(self) -> None:
         gradients = self.buffers[len(self.buffers) - len(self.requests) :]
         collectives, self.buffers = self.collectives, []
+        collectives.program_goes_back()  # or another backward
         collectives.kept.keep(self.requests, gradients)
-        at_end = not collectives.updates_at_step and not collectives.updates_with_program
-        if at_end and collectives.kept.backwards == 1:
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(partial(collectives.step, collectives.staleness))
 
     def wait(self) -> list[Tensor]:
         return [torch.empty(0, dtype=torch.float32, device=self.device) for _ in self.streams.out[0]]

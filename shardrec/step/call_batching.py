@@ -16,7 +16,8 @@ A forward that a backward computes again (``torch.utils.checkpoint``) makes the 
 compares what the two have saved, in order.
 
 Python does not see where a program of TorchScript begins and ends: its runs are known by the module that begins
-them. All ranks run the same model and come to the same decisions. The headers' checksum tells if they did not.
+them. If it has let go of the value of a call that is still queued, it has failed. All ranks run the same model and come
+to the same decisions. The headers' checksum tells if they did not.
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ class CallBatching:
     def fail(self) -> None:
         """The forward raises on all ranks."""
         self.phase, self._made = Phase.FAILED, [0]
+
+    def drop_run(self) -> None:
+        """The present run of a program is not exchanged, or not on all ranks."""
+        if self.phase is not Phase.FORWARD:
+            self._made = [0]
 
     def forget(self) -> None:
         """Know nothing, as the other ranks: a forward has failed on all of them, perhaps in different modes."""

@@ -195,6 +195,7 @@ class InFlight:
         features: the input.
         by_operator: made by an operator (:mod:`shardrec.modules.operators`), which has a backward of its own.
         on_value: functions that are called with this record and its value.
+        user: a reference to what will ask for its value, if that is a program.
 
         parts: per rank, the tensors that are sent to it (``Payload.pack``), from the header exchange on; else None.
         counts: ids to each rank, per group.
@@ -240,6 +241,7 @@ class InFlight:
     features: Any = None
     by_operator: bool = False
     on_value: tuple[Callable[[InFlight, Any], None], ...] = ()
+    user: Callable[[], object] | None = None
 
     parts: list[list[Tensor]] | None = None
     counts: tuple[tuple[int, ...], ...] = ()

@@ -33,7 +33,7 @@ takes each id to be in a bag (bfloat16).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from threading import RLock
 from typing import Any, NoReturn
@@ -42,7 +42,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from shardrec.errors import ConfigError, ShardrecError
+from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.headers import Headers, is_shared
 from shardrec.exchange.life_cycle import LifeCycle
@@ -129,6 +129,10 @@ class Step:
             if not call.is_launched:
                 self._look_up_here(call)
             return
+        for queued in self._calls:
+            if queued.user is not None and queued.user() is None:
+                self._tell_of_program()
+                break
         if self._calls and not can_share(self._headers, call, self._calls):
             self.flush()
         if not call.is_launched:
@@ -288,9 +292,17 @@ class Step:
                 with mode.entered():
                     self._exchange(calls)
         except BaseException as error:
+            self._batching.drop_run()
             for call in calls:
                 call.error = error
             raise
+
+    def _tell_of_program(self) -> None:
+        """A program has failed here before its calls were exchanged: tell the other ranks, which wait for them."""
+        self._calls = []
+        self._batching.drop_run()
+        with suppress(InputError):  # this rank has raised its own error
+            self._headers.fail_all("a scripted program failed between two lookups, by an error of this rank's own")
 
     def _exchange(self, calls: list[InFlight]) -> None:
         """header and ids → look up → rows, for calls that share an exchange."""

@@ -70,6 +70,21 @@ def test_a_saved_program_serves_raw_ids(cut: str, world_size: int, pooled: bool)
         ranks(world_size, run)
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+def test_ids_without_a_row_beside_values_that_are_not_finite(pooled: bool) -> None:
+    """Such weights do not count. A row 0 that is not finite does, in sums: a graph cannot leave ids out."""
+    model = trained("table_wise", 1, pooled)
+    program, batches = shardrec.script(model), {"f": [[]], "g": [[]], "h": [[]], "p": [[]]}
+    for value in (1.0, torch.inf):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight[0] = value
+            features = kjt({**batches, "f": [[-77777]]})
+            found, expected = program(features), model(features)
+        assert bool(expected.isfinite().all())
+        assert bool(found.isfinite().all()) == (value == 1.0 or not pooled)
+
+
 @pytest.mark.slow
 def test_a_package_serves_raw_ids(tmp_path: Path) -> None:
     model = trained("table_wise", 1, True)

@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import ConfigError, PeerError
+from shardrec.errors import ConfigError, InputError, PeerError
+from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.modules import ShardedEmbeddingBagCollection
 from shardrec.pipeline import Pipeline, PipelineError
 from shardrec.pipeline.skip.routes import skip_routes
 from tests.pipeline.networks import BrokenBackward, Counts, Fails, failures_told, nested, network, two_skips
@@ -275,3 +279,38 @@ def test_a_long_header_is_sent_in_two_parts() -> None:
         assert loss.isfinite()
 
     ranks(2, run)
+
+
+class Lookup(nn.Module):
+    """The columns of a sharded collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["a"])
+        plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=(cuts.row_wise("t", 8, 4, ranks=[0, 1]),))
+        self.bags = ShardedEmbeddingBagCollection(EmbeddingBagCollection(tables=[config]), plan, group=dist.group.WORLD)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled: Tensor = self.bags(features).values()
+        return pooled
+
+
+def test_pipelines_that_share_tables_cut_their_batches_into_as_many_micro_batches() -> None:
+    """Another rank's lookups would wait for those of the micro-batches that this one does not have."""
+
+    def run() -> None:
+        pipeline = Pipeline(nn.Sequential(Lookup(), nn.Linear(4, 1)), [1, 1], chunks=4)
+
+        def loss_of(samples: int) -> Tensor:
+            lengths = torch.ones(samples, dtype=torch.int64)
+            features = KeyedJaggedTensor(keys=["a"], values=torch.arange(samples), lengths=lengths)
+            return pipeline.step(features, torch.zeros(samples, 1), loss_fn=mse_loss)
+
+        rank = dist.get_rank()
+        words = r"rank 0: 4 micro-batches \(the least of chunks and samples\)\n  rank 1: 2 micro-batches"
+        assert loss_of(8 - rank).isfinite()
+        with pytest.raises(InputError, match=words):
+            loss_of(2 if rank else 8)
+        assert loss_of(2).isfinite()
+
+    ranks(2, run, timeout=60)

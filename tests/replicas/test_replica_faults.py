@@ -31,7 +31,7 @@ from tests.modules.clicks import (
     assert_tables_equal,
     mixed_plan,
 )
-from tests.modules.replicated import Steps, click_loss, replicated
+from tests.modules.replicated import Steps, click_loss, copies_are_equal, replicated
 from tests.plans import random_plan
 from tests.ranks import ranks
 
@@ -273,3 +273,43 @@ def test_a_rank_that_is_gone() -> None:
     results = ranks(4, rank_main, expect_death=range(4), timeout=30.0)
     codes = [result.code for result in results]
     assert codes == [7, 3, 7, 7]
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_bad_evaluation_between_a_forward_and_its_backward_is_its_replicas_own(scripted: bool) -> None:
+    def rank_main() -> None:
+        model, rank = (
+            replicated(Scriptable(click_model(CONFIGS)), mixed_plan(1), replicas=Replicas(2)),
+            dist.get_rank(),
+        )
+        program, steps = script(model) if scripted else model, Steps(ROWS)
+        for _ in range(2):
+            bags, dense, _ = steps.draw()
+            loss = program(dense[steps.mine], bags[rank].kjt()).sum()
+            if rank == 1:
+                features = bags[rank].kjt()
+                features.values().fill_(10**6)
+                with torch.no_grad(), pytest.raises(InputError, match="is outside"):
+                    model(dense[steps.mine], features)
+            loss.backward()
+
+    ranks(2, rank_main)
+
+
+def test_a_table_that_is_frozen_in_one_replica_is_averaged_in_all() -> None:
+    """A collective of other sizes would end the processes."""
+
+    def rank_main() -> None:
+        model = replicated(click_model(CONFIGS, optimizer="none"), mixed_plan(1), replicas=Replicas(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if dist.get_rank():
+            next(iter(model.named_tables().values())).requires_grad_(False)
+        steps = Steps(ROWS)
+        for _ in range(2):
+            bags, dense, labels = steps.draw()
+            click_loss(model, dense[steps.mine], bags[dist.get_rank()], labels[steps.mine]).backward()
+            optimizer.step()
+        model.sync_replicas()
+        assert copies_are_equal(model)
+
+    ranks(2, rank_main)

@@ -408,3 +408,30 @@ def test_in_a_part_of_the_world() -> None:
         assert_tables_equal(model.module, reference, "tables")
 
     ranks(3, rank_main)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_averages_of_rows_are_the_means_of_the_copies(every: int) -> None:
+    decay = 0.5
+
+    def rank_main() -> None:
+        torch.manual_seed(0)
+        module = click_model(CONFIGS)
+        model = replicated(module, mixed_plan(1), replicas=Replicas(2, sync_every=every), update="step")
+        steps, total, weight = Steps(ROWS), [], 0.0
+        collections = model.sharded_collections
+        optimizers = [rows for collection in collections for rows in collection.keep_averages(decay)]
+        for _ in range(5):
+            bags, dense, labels = steps.draw()
+            click_loss(model, dense[steps.mine], bags[dist.get_rank()], labels[steps.mine]).backward()
+            model.fused_optimizer.step()
+            values = [weights.to(torch.float32, copy=True) for rows in optimizers for weights, _ in rows.averages()]
+            total = [sum_ * decay + value for sum_, value in zip(total or [0.0] * len(values), values, strict=True)]
+            weight = weight * decay + 1
+        model.sync_replicas()
+        found = [average for rows in optimizers for _, average in rows.averages()]
+        for average, sum_ in zip(found, total, strict=True):
+            dist.all_reduce(sum_)  # over the copies
+            torch.testing.assert_close(average, sum_ / (2 * weight), rtol=1e-5, atol=1e-6)
+
+    ranks(2, rank_main)

@@ -13,14 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.errors import ConfigError
-from shardrec.layout import cuts
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
 from shardrec.rpc.messages import answer_calls
 from shardrec.serve import quantize
+from tests.models import apply_optimizer_in_backward
 from tests.ranks import ranks
+from tests.rpc.direct import served
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
 
 STEPS = 50
@@ -240,3 +245,47 @@ def test_with_a_staleness_a_lookup_does_not_wait_for_the_update_before(tmp_path:
     first, second, third = ranks(3, run)[0]
     assert torch.equal(first, second)
     assert not torch.equal(second, third)
+
+
+class _Fails(torch.autograd.Function):
+    """Its first backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.backwards = 0
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ctx.backwards += 1
+        if ctx.backwards == 1:
+            raise ValueError("on purpose")
+        return gradient
+
+
+class _Bags(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["a"])
+        self.bags = EmbeddingBagCollection(tables=[config])
+        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 1.0})
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled: Tensor = self.bags(features).values()
+        return pooled
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_the_second_backward_of_a_graph_updates_after_one_that_raised(scripted: bool) -> None:
+    plan = ShardingPlan(tables=(cuts.table_wise("bags.t", 8, 4, rank=0),), topology=Topology())
+    features = KeyedJaggedTensor(keys=["a"], values=torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    with served(_Bags, plan) as (model, _):
+        program = shardrec.script(model) if scripted else model
+        before = model(features).detach().clone()
+        late = _Fails.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+        loss = program(features).sum() + late.sum()  # whose gradient is sent before the other one raises
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward(retain_graph=True)
+        loss.backward()
+        torch.testing.assert_close(model(features).detach(), before - 1)
