@@ -27,15 +27,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from shardrec import errors
 from shardrec.errors import ConfigError, InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
 from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 
-Run = Callable[[dict[str, Any]], Any]
-"""The function that each rank calls with the options. It must be picklable, as a module's function is."""
+T = TypeVar("T")
 
 Start = Callable[..., BaseProcess]
 """Starts a process as :func:`spawn` does."""
@@ -96,11 +95,11 @@ def spawn_alone(target: Callable[..., None], *args: object, name: str) -> BasePr
         sys.modules["__main__"] = program
 
 
-class RankProcesses:
+class RankProcesses(Generic[T]):
     """The ranks of one attempt at a run.
 
     Args:
-        run: the function that each rank calls.
+        run: the function that each rank calls. Must be picklable, as a module's function is.
         options: the argument of ``run``. Must be picklable.
         nproc: number of ranks to start.
         timeout: seconds for which a rank may be stopped (SIGSTOP) before it counts as dead and is killed.
@@ -111,7 +110,7 @@ class RankProcesses:
 
     def __init__(
         self,
-        run: Run,
+        run: Callable[[dict[str, Any]], T],
         options: dict[str, Any],
         *,
         nproc: int,
@@ -132,7 +131,7 @@ class RankProcesses:
         self._failures: list[RankFailure] = []
         self._said: dict[str, Any] = {}
 
-    def result(self) -> Any:
+    def result(self) -> T:
         """Start the ranks and wait until all have ended.
 
         Returns:
@@ -160,7 +159,7 @@ class RankProcesses:
             raise RunStopped(*self._said["saved"])
         if self._failures:
             raise KeyboardInterrupt
-        return self._said.get("returned")
+        return cast(T, self._said.get("returned"))
 
     def _start(self) -> None:
         nproc = len(self._stopped_s)
@@ -278,7 +277,7 @@ def _rank_main(
     port: int,
     listener: socket.socket | None,
     said: Connection,
-    run: Run,
+    run: Callable[[dict[str, Any]], object],
     options: dict[str, Any],
 ) -> None:
     """The main function of a rank process: call ``run``, then report its result or its failure to the launcher.

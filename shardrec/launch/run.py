@@ -5,23 +5,25 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from shardrec._versions import check_versions
 from shardrec.errors import ConfigError
-from shardrec.launch.processes import RankProcesses, Run, Start, spawn
+from shardrec.launch.processes import RankProcesses, Start, spawn
 from shardrec.launch.quiet import environment_for_torch, quiet_libraries
+
+T = TypeVar("T")
 
 
 def run_on_ranks(
-    run: Run,
+    run: Callable[[dict[str, Any]], T],
     options: Mapping[str, Any],
     *,
     nproc: int,
     timeout: float = 300.0,
     debug: bool = False,
     start: Start = spawn,
-) -> Any:
+) -> T:
     """Call ``run(options)`` on each rank of the launcher that started this process, else on ``nproc`` new ranks.
 
     Args:
@@ -48,12 +50,11 @@ def run_on_ranks(
     if launched is not None or nproc == 1:
         return _run_quietly(run, debug, dict(options))
     quiet = functools.partial(_run_quietly, run, debug)
-    ranks = RankProcesses(quiet, dict(options), nproc=nproc, timeout=timeout, debug=debug, start=start)
-    return ranks.result()
+    return RankProcesses(quiet, dict(options), nproc=nproc, timeout=timeout, debug=debug, start=start).result()
 
 
 def on_new_ranks(
-    work: Callable[..., Any],
+    work: Callable[..., T],
     *arguments: object,
     nproc: int,
     device: str = "cpu",
@@ -62,7 +63,7 @@ def on_new_ranks(
     debug: bool = False,
     limit: float = float("inf"),
     start: Start = spawn,
-) -> Any:
+) -> T:
     """Call ``work(rank_info, *arguments)`` on ``nproc`` new ranks of this host, which always have a process group.
 
     Args:
@@ -82,8 +83,8 @@ def on_new_ranks(
     Raises:
         ShardrecError: the first error of any rank that is not about another rank.
     """
-    options = {"work": work, "arguments": arguments, "device": device, "threads": threads, "timeout": timeout}
-    quiet = functools.partial(_run_quietly, _joined_rank, debug)
+    options = {"arguments": arguments, "device": device, "threads": threads, "timeout": timeout}
+    quiet = functools.partial(_run_quietly, functools.partial(_joined_rank, work), debug)
     ranks = RankProcesses(quiet, options, nproc=nproc, timeout=timeout, debug=debug, limit=limit, start=start)
     return ranks.result()
 
@@ -95,15 +96,15 @@ def launched_rank() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
+def _run_quietly(run: Callable[[dict[str, Any]], T], debug: bool, options: dict[str, Any]) -> T:
     """Check the libraries' versions, then call ``run(options)``. Hide the libraries' warnings unless ``debug``."""
     with environment_for_torch(quiet=not debug), quiet_libraries(quiet=not debug):
         check_versions()
         return run(options)
 
 
-def _joined_rank(options: dict[str, Any]) -> Any:
+def _joined_rank(work: Callable[..., T], options: dict[str, Any]) -> T:
     from shardrec.launch.ranks import joined_run  # which imports torch
 
     with joined_run(options["device"], options["threads"], timeout=options["timeout"], alone=True) as rank_info:
-        return options["work"](rank_info, *options["arguments"])
+        return work(rank_info, *options["arguments"])

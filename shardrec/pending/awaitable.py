@@ -185,10 +185,10 @@ class _LazyAwaitableMeta(abc.ABCMeta, torch.fx.ProxyableClassMeta):
                 if proxy is not None:
                     return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
                 break
-        made = type.__call__(cls, *args, **kwargs)
-        if isinstance(made, cls):
-            object.__setattr__(made, "_is_made", True)
-        return made
+        created = type.__call__(cls, *args, **kwargs)
+        if isinstance(created, cls):
+            object.__setattr__(created, "_is_made", True)
+        return created
 
 
 class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):

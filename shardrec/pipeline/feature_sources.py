@@ -240,8 +240,8 @@ def _movable(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside that training does not change."""
     if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):  # others run its forward
         return
-    held = any(isinstance(part, ShardedCollection) for part in module.modules())
-    if not held and not any(parameter.requires_grad for parameter in module.parameters()):
+    has_tables = any(isinstance(part, ShardedCollection) for part in module.modules())
+    if not has_tables and not any(parameter.requires_grad for parameter in module.parameters()):
         yield module
     for child in module.children():
         yield from _movable(child)
@@ -256,8 +256,8 @@ def _path(place: _Place) -> list[Callable[[Any], object]]:
     return [getter(key) for getter, key in place]
 
 
-def _place(wanted: object, held: Iterable[tuple[_Place, object]]) -> _Place | None:
-    return next((place for place, value in held if value is wanted), None)
+def _place(wanted: object, places: Iterable[tuple[_Place, object]]) -> _Place | None:
+    return next((place for place, value in places if value is wanted), None)
 
 
 def _held(root: object, deepest: int = _DEEPEST) -> Iterator[tuple[_Place, object]]:

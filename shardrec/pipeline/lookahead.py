@@ -50,7 +50,7 @@ class _Slot:
     Args:
         batch: on the device.
         stages: number of the user's stages that it has passed.
-        made: what post-processors have made of it.
+        processed: what post-processors have made of it.
         error: the error that its step raises.
         told: whether the other ranks know of the error.
         ahead: its calls, made ahead.
@@ -61,7 +61,7 @@ class _Slot:
 
     batch: object = None
     stages: int = 0
-    made: PostProcessed | None = None
+    processed: PostProcessed | None = None
     error: Exception | None = None
     told: bool = False
     ahead: Ahead | None = None
@@ -251,9 +251,9 @@ class Lookahead:
             with _on(self._ids, slot.ready):
                 _keep(slot.batch, self._ids)
                 calls = []
-                slot.made = slot.made or PostProcessed(slot.batch)
+                slot.processed = slot.processed or PostProcessed(slot.batch)
                 for module, mode, source in self._calls or ():
-                    features = None if source is None else slot.made.value(source)
+                    features = None if source is None else slot.processed.value(source)
                     # A model that calls a module for some batches only does so for those that have its features.
                     if features is not None:
                         with mode.entered():
@@ -319,10 +319,10 @@ class Lookahead:
             if slot.ready is not None and slot.ahead is not None:
                 # What was made on the other stream is read on this one, and freed when the host is done with it.
                 _keep(slot.ahead.arrived(), main)
-                _keep(slot.made.outputs if slot.made is not None else (), main)
+                _keep(slot.processed.outputs if slot.processed is not None else (), main)
             with ExitStack() as stack:
-                if slot.made is not None:
-                    stack.enter_context(slot.made.in_place())
+                if slot.processed is not None:
+                    stack.enter_context(slot.processed.in_place())
                 if record is not None:
                     stack.enter_context(record.calls_of(self._model, self._device))
                 result = forward(slot.batch)

@@ -31,14 +31,14 @@ class MiniBatchStatistics:
     @contextmanager
     def collected(self, is_good: Callable[[], bool]) -> Iterator[None]:
         """Collect inside the block. At its end, update the running statistics if the step ``is_good``."""
-        held = [norm for norm in self._norms if norm.training and norm.track_running_stats]
-        hooks = [norm.register_forward_pre_hook(self._see) for norm in held]
-        for norm in held:
+        norms = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        hooks = [norm.register_forward_pre_hook(self._see) for norm in norms]
+        for norm in norms:
             norm.track_running_stats = False
         try:
             yield
         finally:
-            for norm, hook in zip(held, hooks, strict=True):
+            for norm, hook in zip(norms, hooks, strict=True):
                 hook.remove()
                 norm.track_running_stats = True
                 if norm in self._moments and is_good():

@@ -105,7 +105,5 @@ def _matching(tables: Mapping[str, object], pattern: str) -> list[str]:
 
 def constraints_of(dynamic_ids: Mapping[str, DynamicIds]) -> dict[str, Constraint]:
     """Planner constraints for tables with dynamic ids: cuts that give all column stripes the same row blocks."""
-    if not dynamic_ids:
-        return {}
     cuts = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise")
     return {table: Constraint(cuts=cuts) for table in dynamic_ids}

@@ -50,8 +50,8 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
         return replace(candidate.pinned, name=name, shards=shards)
     if candidate.cut == "data_parallel":
         return TableLayout(name=name, num_embeddings=rows, embedding_dim=cols, replicated=True, cut="data_parallel")
-    held = candidate.holders or world
-    ranks = list(range(world)) if candidate.on_all else [rank for place in places for rank in place[:held]]
+    holders = candidate.holders or world
+    ranks = list(range(world)) if candidate.on_all else [rank for place in places for rank in place[:holders]]
     columns = [0, *accumulate(candidate.widths)]
     rectangles = [(*block, *stripe) for stripe in pairwise(columns) for block in pairwise(candidate.edges)]
     return TableLayout(

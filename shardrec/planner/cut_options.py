@@ -228,7 +228,7 @@ class CandidateMaker:
 
     def _free(self, table: TableLoad, cut: str, widths: Ints, edges: Ints, ranks: Ints) -> Candidate:
         blocks, places = len(edges) - 1, self._anywhere[id(ranks)]
-        everywhere = _item(self._everywhere(table, len(widths), blocks, blocks))
+        everywhere = self._everywhere(table, len(widths), blocks, blocks)
         items = [item for width in widths for item in self._blocks(table, width, len(widths), edges)]
         gangs = tuple(Gang(items=(item,), places=places, count=len(list(same))) for item, same in groupby(items))
         if len(widths) == len(gangs) == 1 and blocks == self._topology.world_size == len(ranks) and blocks > 1:
@@ -243,14 +243,14 @@ class CandidateMaker:
         ranks = [self._topology.host_ranks(host)[: len(items)] for host in hosts]
         places = self._hosts.setdefault((len(items), *hosts), tuple(ranks))
         gang = Gang(items=items, places=places, count=count)
-        everywhere = _item(self._everywhere(table, len(widths), len(edges) - 1, len(edges) - 1))
+        everywhere = self._everywhere(table, len(widths), len(edges) - 1, len(edges) - 1)
         return _candidate(table, cut, widths, edges, everywhere, (gang,))
 
     def _fixed(self, table: TableLoad, edges: Ints, ranks: Ints) -> Candidate:
         """A row block on each of the first of these ranks, summed where they share a host."""
         cols, topology, blocks = table.embedding_dim, self._topology, len(edges) - 1
         if blocks == topology.world_size:
-            everywhere = _item(self._everywhere(table, 1, blocks, topology.hosts))
+            everywhere = self._everywhere(table, 1, blocks, topology.hosts)
             host_sum = self._model.host_sum(table, cols=cols, blocks=topology.ranks_per_host)
             items, places = self._blocks(table, cols, 1, edges, host_sum), self._all_ranks
             if len(set(items)) == 1:
@@ -269,14 +269,14 @@ class CandidateMaker:
     ) -> Iterator[Candidate]:
         """Row blocks on a number of ranks of a number of hosts, with a pattern for each stripe and host."""
         per_host, blocks = self._topology.ranks_per_host, holders * hosts
-        places, everywhere = self._runs_of(holders, ranks), _item(self._everywhere(table, len(widths), blocks, hosts))
+        places, everywhere = self._runs_of(holders, ranks), self._everywhere(table, len(widths), blocks, hosts)
         host_sum = self._model.host_sum(table, cols=widths[0], blocks=holders)
         rest = (_item(host_sum),) * (per_host - holders)
         for edges in _row_edges(table, blocks):
-            held = self._blocks(table, widths[0], len(widths), edges, host_sum)
-            patterns = [held[first : first + holders] for first in range(0, blocks, holders)] * len(widths)
+            items = self._blocks(table, widths[0], len(widths), edges, host_sum)
+            patterns = [items[first : first + holders] for first in range(0, blocks, holders)] * len(widths)
             gangs = tuple(
-                Gang(items=items + rest, places=places, count=len(list(same))) for items, same in groupby(patterns)
+                Gang(items=pattern + rest, places=places, count=len(list(same))) for pattern, same in groupby(patterns)
             )
             yield _candidate(table, cut, widths, edges, everywhere, gangs, holders=holders)
 
@@ -316,8 +316,9 @@ class CandidateMaker:
         option = Option(label=f"{layout.cut} (pinned)", everywhere=_item(everywhere), gangs=(gang,))
         return Candidate(cut=layout.cut, widths=widths, edges=(0, shape[0]), option=option, pinned=layout)
 
-    def _everywhere(self, table: TableLoad, stripes: int, blocks: int, sources: int) -> Cost:
-        return self._model.everywhere(table, stripes=stripes, shards=stripes * blocks, sources=float(sources))
+    def _everywhere(self, table: TableLoad, stripes: int, blocks: int, sources: int) -> Item:
+        shards = stripes * blocks
+        return _item(self._model.everywhere(table, stripes=stripes, shards=shards, sources=float(sources)))
 
     def _blocks(
         self, table: TableLoad, width: int, stripes: int, edges: Ints, host_sum: Cost | None = None
@@ -362,8 +363,8 @@ def _candidate(
     if table.tier != "device":
         label += f", {table.tier}" + f" {table.load_factor:.2g}" * (table.tier == "cached")
     option = Option(label=label, everywhere=everywhere, gangs=gangs)
-    made = Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
-    return replace(made, tier=table.tier, load_factor=table.load_factor)
+    candidate = Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
+    return replace(candidate, tier=table.tier, load_factor=table.load_factor)
 
 
 def _row_edges(table: TableLoad, blocks: int) -> list[Ints]:

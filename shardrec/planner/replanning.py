@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +73,7 @@ def replan_tables(
     bound = 0.0 if free is None else free.bound
     if free is not None:
         anew = planner.finished(free)
-        moved = (moved_bytes(planner.tables[t.name], old.by_name[t.name], t, old.world_size) for t in anew.tables)
-        if sum(moved) <= max_moved_bytes:
+        if moved_bytes(planner.tables, old, *anew.tables) <= max_moved_bytes:
             return anew
     moves, begin = _Moves(planner, old, max_moved_bytes), time.thread_time()
     for _ in range(_MAX_MOVES):
@@ -91,20 +90,24 @@ def paying_plan(
     """A plan with a step that is shorter by the part ``min_gain``, and a move that takes no longer than this part of
     ``steps`` steps. None if the old plan is to stay. Args: of :meth:`shardrec.ShardedModel.replan` and
     :func:`replan_tables`."""
-    model, tables, world = planner.model, planner.tables, old.world_size
+    model, tables = planner.model, planner.tables
     links = (model.profile.exchange_byte_ns, (old.topology.hosts > 1) * model.profile.host_exchange_byte_ns, 1e-9)
     byte_ms, old_ms = _COPIES * max(links) * 1e-6, predicted_ms(model, tables, old)
     new = replan_tables(planner, old, max_moved_bytes=min_gain * old_ms * steps / byte_ms, limits=limits)
     new_ms = predicted_ms(model, tables, new)
-    size = sum(moved_bytes(tables[each.name], old.by_name[each.name], each, world) for each in new.tables)
+    size = moved_bytes(tables, old, *new.tables)
     change = Replanned(old, new, old_ms, new_ms, size, size * byte_ms)
     return change if old.diff(new) and old_ms - new_ms >= min_gain * old_ms else None
 
 
-def moved_bytes(table: TableLoad, old: TableLayout, new: TableLayout, world: int) -> float:
-    """Bytes of weights and optimizer state that ranks have to receive to go from one layout to another."""
-    per_weight = table.weight_bytes + table.state_bytes + table.row_state_bytes / table.embedding_dim
-    return per_weight * old.moved_numel(new, world)
+def moved_bytes(tables: Mapping[str, TableLoad], old: ShardingPlan, *layouts: TableLayout) -> float:
+    """Bytes of weights and optimizer state that ranks have to receive to go from a plan to other layouts of tables."""
+    moved = 0.0
+    for new in layouts:
+        table = tables[new.name]
+        per_weight = table.weight_bytes + table.state_bytes + table.row_state_bytes / table.embedding_dim
+        moved += per_weight * old.by_name[new.name].moved_numel(new, old.world_size)
+    return moved
 
 
 class _Moves:
@@ -134,7 +137,7 @@ class _Moves:
             rest_memory = self.memory - self.shares[name][1]
             for candidate in self.planner.candidates[name]:
                 layout = self._placed(name, candidate, rest_loads, rest_memory)
-                cost = moved_bytes(self.planner.tables[name], self.old.by_name[name], layout, self.old.world_size)
+                cost = moved_bytes(self.planner.tables, self.old, layout)
                 if sum(self.moved.values()) - self.moved[name] + cost > self.budget:
                     continue
                 loads, memory = self._price(name, layout)
@@ -152,7 +155,7 @@ class _Moves:
         self.loads += loads - self.shares[name][0]
         self.memory += memory - self.shares[name][1]
         self.shares[name], self.layouts[name], self.labels[name] = (loads, memory), layout, label
-        self.moved[name] = moved_bytes(self.planner.tables[name], self.old.by_name[name], layout, self.old.world_size)
+        self.moved[name] = moved_bytes(self.planner.tables, self.old, layout)
         return True
 
     def _norm(self, loads: Floats) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -282,10 +282,6 @@ class EmbeddingServer:
             )
             complete(update.answer, failure(error))
 
-    def submit(self, work: Callable[[], object]) -> Future[Answer]:
-        """Have the server's thread do ``work`` between lookups. The answer's value is what it returns."""
-        return self._queue.submit(work)
-
     def _answer(self, method: str, arguments: Sequence[Any]) -> Future[Answer]:
         """Answer a call of another process."""
         if method == "lookup":
@@ -298,7 +294,7 @@ class EmbeddingServer:
         if method not in _METHODS:
             error = PeerError(f"a server lacks the method {method!r}. Use one release of shardrec everywhere")
             return completed(failure(error))
-        return self.submit(lambda: getattr(self, method)(*arguments))
+        return self._queue.submit(lambda: getattr(self, method)(*arguments))
 
     def describe(self) -> dict[str, Any]:
         """A description and statistics of this server, as plain data."""
@@ -327,8 +323,8 @@ class EmbeddingServer:
             Per shard, ``[row_start, row_end, col_start, col_end]`` and a copy on the CPU.
         """
         collection, name = self._owner(table)
-        held = collection.fused_state(name, state) if state else collection.tables()[name].tensors()
-        return [(_rect(shard), values.cpu().clone()) for shard, values in held.items() if shard is not None]
+        tensors = collection.fused_state(name, state) if state else collection.tables()[name].tensors()
+        return [(_rect(shard), values.cpu().clone()) for shard, values in tensors.items() if shard is not None]
 
     def write(self, table: str, rect: list[int], values: Tensor) -> int:
         """Set a shard's weights, rounded to the table's dtype.

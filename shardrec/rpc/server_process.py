@@ -16,7 +16,7 @@ from torch import nn
 from shardrec.checkpoint import Checkpoints, load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST, read_manifest
 from shardrec.errors import ConfigError, PeerError
-from shardrec.launch.processes import RankProcesses, Run
+from shardrec.launch.processes import RankProcesses
 from shardrec.layout import ShardingPlan
 from shardrec.rpc.server import EmbeddingServer
 from shardrec.rpc.world import RpcWorld
@@ -113,7 +113,9 @@ def serve(
         server.close()
 
 
-def supervise(run: Run, options: dict[str, Any], *, restarts: int, debug: bool = False) -> None:
+def supervise(
+    run: Callable[[dict[str, Any]], object], options: dict[str, Any], *, restarts: int, debug: bool = False
+) -> None:
     """Call ``run(options)`` in a new process, and again if a signal or a crash has ended that process.
 
     Args:

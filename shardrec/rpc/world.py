@@ -107,8 +107,9 @@ class RpcWorld:
         interface: str = "lo",
         threads: int = 8,
     ) -> None:
-        given = [servers] if isinstance(servers, str) else servers
-        self.servers = [f"server{number}" for number in range(given)] if isinstance(given, int) else list(given)
+        if isinstance(servers, int):
+            servers = [f"server{number}" for number in range(servers)]
+        self.servers = [servers] if isinstance(servers, str) else list(servers)
         self.names = [f"trainer{number}" for number in range(trainers)] + self.servers
         if name not in self.names or len(set(self.names)) < len(self.names):
             raise ConfigError(f"this process is {name!r}, and the job has {', '.join(self.names)}. Each name once")

@@ -270,10 +270,10 @@ def _is_lazy_item(node: Node) -> bool:
 
 def _is_literal(value: Value, use: Node) -> bool:
     """Whether a value is a list, dict or tuple that is written out where it is used, and used only there."""
-    made = value.node()
-    if made.kind() not in _LITERALS or len(value.uses()) > 1:
+    origin = value.node()
+    if origin.kind() not in _LITERALS or len(value.uses()) > 1:
         return False
     node = use.prev()
-    while node.kind() in _NOTHING_HAPPENS and node is not made:
+    while node.kind() in _NOTHING_HAPPENS and node is not origin:
         node = node.prev()
-    return bool(node is made)
+    return bool(node is origin)

@@ -79,14 +79,14 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
     }
     inputs: list[str] = []
     lines: list[str] = []
-    made: dict[str, str] = {}
+    jagged: dict[str, str] = {}
     for number, (name, feature_names) in enumerate(keys.items()):
         prefix = "" if len(keys) == 1 else f"{name}_"
         tensors = ["values", "lengths", *([] if looked_up_weighted.isdisjoint(feature_names) else ["weights"])]
         inputs += [f"{prefix}{tensor}" for tensor in tensors]
-        made[name] = f"_jagged{number}"
+        jagged[name] = f"_jagged{number}"
         keyword_arguments = ", ".join(f"{tensor}={prefix}{tensor}" for tensor in tensors)
-        lines.append(f"    {made[name]} = KeyedJaggedTensor(self.keys[{number}], {keyword_arguments})\n")
+        lines.append(f"    {jagged[name]} = KeyedJaggedTensor(self.keys[{number}], {keyword_arguments})\n")
     dense = [name for name, is_jagged in arguments.items() if not is_jagged]
     clashes = [name for name in dense if name in inputs or name in _RESERVED or keyword.iskeyword(name)]
     if clashes:
@@ -96,7 +96,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
         f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):\n",
         *lines,
         "    with torch.no_grad():\n",
-        f"        return self.model({', '.join(f'{name}={made.get(name, name)}' for name in arguments)})\n",
+        f"        return self.model({', '.join(f'{name}={jagged.get(name, name)}' for name in arguments)})\n",
     ]
     # TorchScript reads a function's source. Each entry has its own arguments, so its source is generated.
     source = f"<shardrec.serve entry {next(_NUMBERS)}>"

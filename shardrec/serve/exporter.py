@@ -110,21 +110,22 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
         ScriptError: if TorchScript refuses the model's code.
     """
     _check_infers(model, "script")
-    held = [child for child in model.modules() if isinstance(child, ShardedModel)]
-    if len(held) != 1:
+    children = [child for child in model.modules() if isinstance(child, ShardedModel)]
+    if len(children) != 1:
         raise ConfigError(
-            f"{type(model).__name__} holds {len(held)} sharded models, not one: shard the model that it calls, or all "
-            "of it, with shardrec.shard"
+            f"{type(model).__name__} holds {len(children)} sharded models, not one: shard the model that it calls, or "
+            "all of it, with shardrec.shard"
         )
-    target = _target(path, held[0], "script")
+    (sharded,) = children
+    target = _target(path, sharded, "script")
     entry = from_tensors(model, features)
-    on_one_rank = held[0].context.collectives.world_size == 1
+    on_one_rank = sharded.context.collectives.world_size == 1
     scripted = compiled(entry, portable=True, overlap=not on_one_rank)
-    notes = _notes(entry, held[0])
-    if isinstance(held[0], ServedModel) and on_one_rank:
+    notes = _notes(entry, sharded)
+    if isinstance(sharded, ServedModel) and on_one_rank:
         from shardrec.serve.published import places_in  # with all of shardrec.checkpoint
 
-        notes["published"] = places_in(scripted, held[0], held[0].formats)
+        notes["published"] = places_in(scripted, sharded, sharded.formats)
     with replacing(target) as beside:
         try:
             beside.touch()

@@ -59,9 +59,9 @@ def _compare(
         if best is not None and (least, work) >= best[:2]:
             break
         option = options[number].option
-        with_it, held = rest_loads.copy(), rest_memory.copy()
-        add_option(option, with_it, held, limits)
-        cost, missing = float(with_it.max()), max(float((held - limits).max()), 0.0)
+        new_loads, new_memory = rest_loads.copy(), rest_memory.copy()
+        add_option(option, new_loads, new_memory, limits)
+        cost, missing = float(new_loads.max()), max(float((new_memory - limits).max()), 0.0)
         rank = (np.inf, missing) if missing > 0 else (cost, work)
         if missing > 0:
             reason = f"{missing / _GIB:,.2f} GiB over a rank's limit"
@@ -82,8 +82,8 @@ def _take_off(option: Option, places: Sequence[Place], loads: Floats, memory: Fl
     loads -= option.everywhere.load
     memory -= option.everywhere.memory[0]
     items = (gang.items for gang in option.gangs for _ in range(gang.count))
-    for place, held in zip(places, items, strict=True):
-        for item, rank in zip(held, place, strict=True):
+    for place, gang_items in zip(places, items, strict=True):
+        for item, rank in zip(gang_items, place, strict=True):
             loads[rank] -= item.load
             memory[rank] -= item.memory[0]
 

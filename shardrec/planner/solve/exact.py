@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -39,61 +40,57 @@ def solve_exactly(
         nodes: most branches.
         seconds: time limit.
     """
-    # A kind of gang is counted per option: gangs of two tables may be equal, and both counts must come out.
-    used = sorted({block for blocks in encoded.option_blocks for block, _ in blocks})
-    starts, count = {}, len(encoded.options)
-    for block in used:
-        starts[block] = count
-        count += len(encoded.blocks[block].names)
+    # Columns: the options, then each kind's places, and at the end the cost. A kind of gang is counted per option:
+    # gangs of two tables may be equal, and both counts must come out.
+    options, kinds, groups = len(encoded.base), encoded.kinds, len(encoded.groups)
+    kind_column = [*accumulate((len(kind.names) for kind in kinds), initial=options)]
+    count = kind_column[-1]
     if count > _MAX_VARIABLES:
         return None
-    ranks, tiers = encoded.ranks, [tier for tier, size in enumerate(encoded.capacity) if np.isfinite(size)]
-    groups = len(encoded.groups)
+    ranks, tiers = encoded.ranks, np.flatnonzero(np.isfinite(encoded.capacity))
     # HiGHS' tolerances are absolute: the cost has to be about 1. A bound may be next to nothing, where only memory
     # keeps tables from their cheapest options.
-    largest = float(encoded.total_load.max(initial=0.0))
+    largest = float(encoded.total[:, 0].max(initial=0.0))
     least_scale = bound if bound > _SMALL * largest else largest or 1.0
     load_scale = 1.0 / (least_scale if best is None else best.cost or least_scale)
-    # Rows: one per group, one per kind of gang, then load and memory per rank. The last column is the cost.
-    matrix = np.zeros((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
-    for option, group in enumerate(encoded.option_group):
-        matrix[int(group), option] = 1.0
-    row_of = {block: groups + index for index, block in enumerate(used)}
-    for option, blocks in enumerate(encoded.option_blocks):
-        for block, gangs in blocks:
-            matrix[row_of[block], option] -= gangs
-    first = groups + len(used)
+    # Rows: one per group, one per kind of gang, then load and memory per rank.
+    first = groups + len(kinds)
+    matrix = np.zeros((first + ranks * (1 + len(tiers)), count + 1))
+    matrix[encoded.option_group, np.arange(options)] = 1.0
+    for option, gangs in enumerate(encoded.option_gangs):
+        for number, gang_count in gangs:
+            matrix[groups + number, option] -= gang_count
 
-    def in_units(load: Floats, memory: Floats) -> Floats:
-        """(D, n) of n options or items: load, and bytes of each tier with a limit, which is 1."""
-        return np.stack([load * load_scale, *(memory[:, tier] / max(encoded.capacity[tier], 1.0) for tier in tiers)])
+    def in_units(size: Floats) -> Floats:
+        """(D, n) of n options or items, (n, D): load, and bytes of each tier with a limit, which is 1."""
+        memory = size[:, 1 + tiers] / np.maximum(encoded.capacity[tiers], 1.0)
+        return np.column_stack([size[:, 0] * load_scale, memory]).T
 
-    for dim, of_options in enumerate(in_units(encoded.base_load, encoded.base_memory)):
-        matrix[first + ranks * dim : first + ranks * (dim + 1), : len(encoded.options)] = of_options
+    for dim, of_options in enumerate(in_units(encoded.base)):
+        matrix[first + ranks * dim : first + ranks * (dim + 1), :options] = of_options
     matrix[first : first + ranks, count] = -1.0
-    for block in used:
-        kind = encoded.blocks[block]
-        sizes = in_units(kind.loads, kind.memory)
-        for column, place in enumerate(kind.places, starts[block]):
-            matrix[row_of[block], column] = 1.0
+    for number, kind in enumerate(kinds):
+        sizes = in_units(kind.size)
+        for column, place in enumerate(kind.places, kind_column[number]):
+            matrix[groups + number, column] = 1.0
             for dim, of_items in enumerate(sizes):
                 np.add.at(matrix[:, column], first + ranks * dim + place, of_items)
-    lower = np.concatenate([encoded.sizes, np.zeros(len(used)), np.full(matrix.shape[0] - first, -np.inf)])
-    upper = np.concatenate([encoded.sizes, np.zeros(len(used) + ranks), np.ones(ranks * len(tiers))])
+    lower = np.concatenate([encoded.sizes, np.zeros(len(kinds)), np.full(matrix.shape[0] - first, -np.inf)])
+    upper = np.concatenate([encoded.sizes, np.zeros(len(kinds) + ranks), np.ones(ranks * len(tiers))])
     most = np.full(count + 1, np.inf)
     if best is not None:
         most[count] = best.cost * load_scale
-        most[: len(encoded.options)][encoded.base_load > best.cost] = 0.0
+        most[:options][encoded.base[:, 0] > best.cost] = 0.0
     least = np.zeros(count + 1)
     least[count] = bound * load_scale
     outcome = minimise_in_integers(matrix, (lower, upper), (least, most), nodes=nodes, seconds=seconds, gap=gap / 2)
     packing = None
     if outcome.values is not None:
         values = np.rint(outcome.values).astype(np.int64)
-        kinds = ((block, place) for block in used for place in range(len(encoded.blocks[block].names)))
-        counted = zip(kinds, values[len(encoded.options) : count].tolist(), strict=True)
-        placed = ((block, place, number) for (block, place), number in counted if number)
-        packing = Packing.fitting(encoded, values[: len(encoded.options)], placed)
+        places = ((number, place) for number, kind in enumerate(kinds) for place in range(len(kind.names)))
+        counted = zip(places, values[options:count].tolist(), strict=True)
+        placed = ((kind, place, gangs) for (kind, place), gangs in counted if gangs)
+        packing = Packing.fitting(encoded, values[:options], placed)
     return Exact(
         packing=packing,
         bound=max(bound, outcome.bound / load_scale * (1 - 1e-7)) if np.isfinite(outcome.bound) else bound,

@@ -6,12 +6,6 @@ on in each proposal, with an option of its own: the places of equal gangs are co
 and as many of the best are taken as there are gangs. :meth:`Batch.fill` takes the first of many options that has enough
 places left.
 
-::
-
-    run_kind, run_count   (O, runs)    an option is at most a few runs of equal gangs, the largest first
-    kind_family           (K,)         kinds whose places have one width are compared together
-    families              places       (sets, P, width) ranks; R where there is none, a rank that is never full
-
 Shapes: B proposals, R ranks, D dimensions of a size (load, then bytes of each memory tier), K kinds of gangs, J items
 of all kinds, O options, G groups, C most options of a group.
 """
@@ -22,83 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardrec.planner.solve.encode import Encoded, Floats, Ints
-
-Bools = NDArray[np.bool_]
+from shardrec.planner.solve.encode import Bools, Encoded, Family, Floats, Ints
 
 _STEEPEST = 230.0
 """Largest exponent: by how much a load that is so far above the cost exceeds it makes no difference."""
-
-
-_ABOUT = 0.9
-"""Items of so much of the largest of their gang are taken for as large."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Family:
-    """Sets of places of one width.
-
-    Args:
-        places: (sets, P, width) ranks. R where a set has fewer places or a place fewer ranks.
-        missing: (sets, P) whether a set lacks a place. None if no set lacks one.
-        anywhere: whether a place is a rank and each rank a place, in their order.
-        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer.
-            None if none do.
-    """
-
-    places: Ints
-    missing: Bools | None
-    anywhere: bool
-    clusters: Ints | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Arrays:
-    """A problem in flat arrays.
-
-    Args:
-        ranks: R.
-        limit: (D - 1,) bytes of a rank.
-        size: (J + 1, D) of the items. The last is nothing.
-        kind_first: (K + 1,) where a kind's items begin.
-        kind_family: (K,).
-        kind_set: (K,) the set of places, in its family.
-        kind_top: (K, D) the largest of its items.
-        kind_heavy: (K,) how many of its items have about the largest load and as many bytes, at least 1.
-        families: by number.
-        run_kind: (O, runs), -1 for none.
-        run_count: (O, runs).
-        base: (O, D) what an option puts on every rank.
-        work: (O,) load on all ranks together.
-        group: (N,) per table.
-        choice: (G, C) the options per group that are considered, those with the least work first; then -1.
-        choices: (G,) how many.
-    """
-
-    ranks: int
-    limit: Floats
-    size: Floats
-    kind_first: Ints
-    kind_family: Ints
-    kind_set: Ints
-    kind_top: Floats
-    kind_heavy: Ints
-    families: tuple[Family, ...]
-    run_kind: Ints
-    run_count: Ints
-    base: Floats
-    work: Floats
-    group: Ints
-    choice: Ints
-    choices: Ints
-
-    def items(self, kind: int, place: int) -> tuple[Ints, Ints]:
-        """Ranks and items of a gang at a place."""
-        first, end = self.kind_first[kind], self.kind_first[kind + 1]
-        places = self.families[self.kind_family[kind]].places
-        return places[self.kind_set[kind], place, : end - first], np.arange(first, end)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +80,7 @@ class Batch:
     """Proposals.
 
     Args:
-        arrays: the problem.
+        encoded: the problem.
         load: (B, D, R + 1) load and bytes of the items on each rank; changed.
         base: (B, D) what the options put on every rank; changed.
 
@@ -167,8 +89,8 @@ class Batch:
         step: number of the table that is put on; for :meth:`placed`.
     """
 
-    def __init__(self, arrays: Arrays, load: Floats, base: Floats) -> None:
-        self.arrays, self.load, self.base = arrays, load, base
+    def __init__(self, encoded: Encoded, load: Floats, base: Floats) -> None:
+        self.encoded, self.load, self.base = encoded, load, base
         self.alive = np.ones(len(load), dtype=np.bool_)
         self._placed: list[tuple[int, Ints, Ints, Ints]] = []
         self.step = 0
@@ -185,9 +107,9 @@ class Batch:
         wide = self.load.shape[2]
         index = (proposal[:, None] * wide + ranks).ravel()
         for dim in range(self.load.shape[1]):
-            off = np.bincount(index, self.arrays.size[items.ravel(), dim], minlength=len(self.load) * wide)
+            off = np.bincount(index, self.encoded.size[items.ravel(), dim], minlength=len(self.load) * wide)
             self.load[:, dim] -= off.reshape(-1, wide)
-            self.base[:, dim] -= np.bincount(proposal, self.arrays.base[option, dim], minlength=len(self.load))
+            self.base[:, dim] -= np.bincount(proposal, self.encoded.base[option, dim], minlength=len(self.load))
 
     def fill(self, options: Ints, sharpness: Sharpness, budget: Floats, *, tries: int, best_fit: bool = True) -> Ints:
         """Put a table on in each proposal, with the first of its options for which there are places below a budget.
@@ -222,28 +144,29 @@ class Batch:
         Its runs are checked one after the other, as if each had the ranks for itself; in a best fit, no two of the
         items share one.
         """
-        arrays, fits = self.arrays, options >= 0
-        base = arrays.base[options]
-        for run in range(arrays.run_kind.shape[1]):
-            kind = np.where(fits, arrays.run_kind[options, run], -1)
+        encoded, fits = self.encoded, options >= 0
+        base = encoded.base[options]
+        run_kind, run_count = encoded.runs
+        for run in range(run_kind.shape[1]):
+            kind = np.where(fits, run_kind[options, run], -1)
             used = kind >= 0
             if not used.any():
                 break
-            needed = arrays.run_count[options, run] * arrays.kind_heavy[kind]
+            needed = run_count[options, run] * encoded.kind_heavy[kind]
             # (B, C, R): whether a rank has what one item takes, or how many of them fit.
             slots: Any = np.True_ if best_fit else needed[:, :, None]
-            for dim, limit in enumerate([np.inf, *arrays.limit.tolist()]):
+            for dim, limit in enumerate([np.inf, *encoded.limit.tolist()]):
                 if dim == 0 or limit < np.inf:
                     most = budget if dim == 0 else limit - self.base[:, dim]
-                    left = (most[:, None] - self.load[:, dim, : arrays.ranks])[:, None]
-                    top = arrays.kind_top[kind, dim, None]
+                    left = (most[:, None] - self.load[:, dim, : encoded.ranks])[:, None]
+                    top = encoded.kind_top[kind, dim, None]
                     extra = base[:, :, dim, None] if dim else 0.0
                     if best_fit:
                         slots = slots & (left >= top + extra)
                     else:
                         slots = np.minimum(slots, np.floor((left - extra) / np.maximum(top, 1e-300)))
             free = np.count_nonzero(slots, axis=2) if best_fit else slots.clip(min=0.0).sum(axis=2)
-            fits &= ~used | (free >= np.minimum(needed, arrays.ranks))
+            fits &= ~used | (free >= np.minimum(needed, encoded.ranks))
         return fits
 
     def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
@@ -258,44 +181,45 @@ class Batch:
         Returns:
             (B,) whether the table is on.
         """
-        arrays, limits = self.arrays, _Limits(sharpness, budget, best_fit)
+        encoded, limits = self.encoded, _Limits(sharpness, budget, best_fit)
         tried = self.alive & (option >= 0)
         done, rows, before = tried.copy(), np.flatnonzero(tried), len(self._placed)
-        self.base[rows] += arrays.base[option[rows]]
+        self.base[rows] += encoded.base[option[rows]]
         if budget is not None:
-            held = self.load[rows, 1:, : arrays.ranks].max(axis=2) + self.base[rows, 1:]
-            done[rows] = (held <= arrays.limit).all(axis=1)
-        for run in range(arrays.run_kind.shape[1]):
+            memory = self.load[rows, 1:, : encoded.ranks].max(axis=2) + self.base[rows, 1:]
+            done[rows] = (memory <= encoded.limit).all(axis=1)
+        run_kind, run_count = encoded.runs
+        for run in range(run_kind.shape[1]):
             rows = rows[done[rows]]
-            kind = arrays.run_kind[option[rows], run]
+            kind = run_kind[option[rows], run]
             rows, kind = rows[kind >= 0], kind[kind >= 0]
             if not len(rows):
                 break
-            count, family = arrays.run_count[option[rows], run], arrays.kind_family[kind]
-            for number in range(len(arrays.families)):
+            count, family = run_count[option[rows], run], encoded.kind_family[kind]
+            for number in range(len(encoded.families)):
                 if len(mine := np.flatnonzero(family == number)):
                     done[self._put_run(number, rows[mine], kind[mine], count[mine], limits)] = False
         failed = tried & ~done
         if failed.any():
-            self.base[failed] -= arrays.base[option[failed]]
+            self.base[failed] -= encoded.base[option[failed]]
             for index, (step, at, kinds, place) in enumerate(self._placed[before:], before):
                 off = failed[at]
                 if off.any():
-                    family = arrays.families[arrays.kind_family[kinds[0]]]
+                    family = encoded.families[encoded.kind_family[kinds[0]]]
                     self._add(family, at[off], kinds[off], place[off], -1)
                 self._placed[index] = step, at[~off], kinds[~off], place[~off]
         return done
 
     def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
         """Put equal gangs on in each of some proposals. Those in which they do not fit, where some may be on."""
-        family, failed = self.arrays.families[number], []
+        family, failed = self.encoded.families[number], []
         while len(rows):
             score = self._scores(family, rows, kind, limits)
             # Equal gangs with places that share ranks go to different hosts in one move. With fewer hosts, some gangs
             # share a host.
             cluster = np.zeros((len(rows), 0), dtype=np.int64)
             if family.clusters is not None:
-                score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
+                score, cluster = _best_of(score, family.clusters[self.encoded.kind_set[kind]])
             free = np.count_nonzero(score < np.inf, axis=1)
             placed_count = np.minimum(count, score.shape[1] if limits.apart else free)
             good = (placed_count > 0) & (free >= placed_count)
@@ -316,16 +240,16 @@ class Batch:
 
     def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
         """(n, P) per place, the less the better. Infinite where a gang does not fit."""
-        arrays, (sharpness, budget, best_fit) = self.arrays, limits
-        load, sets = self.load[rows, 0], arrays.kind_set[kind]
+        encoded, (sharpness, budget, best_fit) = self.encoded, limits
+        load, sets = self.load[rows, 0], encoded.kind_set[kind]
         places = None if family.anywhere else family.places[sets]
-        item = arrays.kind_first[kind][:, None] if places is None else self._item(kind, places.shape[2])
+        item = encoded.kind_first[kind][:, None] if places is None else self._item(kind, places.shape[2])
         index = None if places is None else places + np.arange(len(rows))[:, None, None] * load.shape[1]
-        size = arrays.size[item]
+        size = encoded.size[item]
 
         def at(of_ranks: Floats) -> Floats:
             """(n, P, width) of the ranks of each place, from (n, R + 1); of single ranks (n, P)."""
-            return of_ranks[:, : arrays.ranks] if index is None else of_ranks.take(index)
+            return of_ranks[:, : encoded.ranks] if index is None else of_ranks.take(index)
 
         def fits(of_ranks: Floats, dim: int) -> Bools:
             """(n, P) whether the items find so much on their ranks, from (n, R + 1)."""
@@ -350,13 +274,13 @@ class Batch:
             term = np.exp(np.minimum(steep * (load + self.base[rows, :1]) - exponent, _STEEPEST))
             grown = np.expm1(np.minimum(steep * size[:, :, 0], _STEEPEST))
             score = at(term) * grown if index is None else np.einsum("npw,nw->np", at(term), grown)
-        for tier, limit in enumerate(arrays.limit.tolist(), 1):
-            held = self.load[rows, tier]
+        for tier, limit in enumerate(encoded.limit.tolist(), 1):
+            memory = self.load[rows, tier]
             most = limit - self.base[rows, tier]
-            if limit == np.inf or (held.max(axis=1) + arrays.kind_top[kind, tier] <= most).all():
+            if limit == np.inf or (memory.max(axis=1) + encoded.kind_top[kind, tier] <= most).all():
                 continue
             # What takes no bytes may go to a rank that has too many.
-            space = np.maximum(most[:, None] - held, 0.0)
+            space = np.maximum(most[:, None] - memory, 0.0)
             if budget is None:
                 over = np.maximum(size[:, None, :, tier] - at(space).reshape(*score.shape, -1), 0.0).sum(axis=2)
                 score = score + over * (sharpness.weight[rows] / max(limit, 1.0))[:, None]
@@ -369,14 +293,14 @@ class Batch:
 
     def _item(self, kind: Ints, width: int) -> Ints:
         """(n, width) items of kinds. J for none."""
-        first = self.arrays.kind_first
+        first = self.encoded.kind_first
         item = first[kind][:, None] + np.arange(width)
-        return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)
+        return np.where(item < first[kind + 1][:, None], item, len(self.encoded.size) - 1)
 
     def _add(self, family: Family, rows: Ints, kind: Ints, place: Ints, sign: int) -> None:
         """Add gangs to the loads, or take them off."""
-        ranks = family.places[self.arrays.kind_set[kind], place]
-        size = sign * self.arrays.size[self._item(kind, ranks.shape[1])]
+        ranks = family.places[self.encoded.kind_set[kind], place]
+        size = sign * self.encoded.size[self._item(kind, ranks.shape[1])]
         if family.anywhere:
             self.load[rows, :, ranks[:, 0]] += size[:, 0]
         else:
@@ -395,9 +319,9 @@ class Batch:
 
     def rank_excess(self) -> Floats:
         """(B, R) bytes over the capacity, as fractions of it."""
-        limit = self.arrays.limit[:, None]
-        held = self.load[:, 1:, : self.arrays.ranks] + self.base[:, 1:, None]
-        over: Floats = np.where(np.isinf(limit), 0.0, held - limit).clip(min=0) / np.maximum(limit, 1.0)
+        limit = self.encoded.limit[:, None]
+        memory = self.load[:, 1:, : self.encoded.ranks] + self.base[:, 1:, None]
+        over: Floats = np.where(np.isinf(limit), 0.0, memory - limit).clip(min=0) / np.maximum(limit, 1.0)
         of_ranks: Floats = over.sum(axis=1)
         return of_ranks
 
@@ -408,124 +332,39 @@ class Batch:
 
     def costs(self) -> Floats:
         """(B,) of the most loaded rank."""
-        costs: Floats = self.base[:, 0] + self.load[:, 0, : self.arrays.ranks].max(axis=1)
+        costs: Floats = self.base[:, 0] + self.load[:, 0, : self.encoded.ranks].max(axis=1)
         return costs
 
     def heights(self, sharpness: Sharpness) -> Floats:
         """(B,) soft maximum of the loads, and the weighted bytes over the capacity."""
-        load = self.load[:, 0, : self.arrays.ranks] + self.base[:, 0, None]
+        load = self.load[:, 0, : self.encoded.ranks] + self.base[:, 0, None]
         exponent = sharpness.exponent[:, None] * (load / sharpness.cost[:, None] - 1)
         heights: Floats = np.exp(np.minimum(exponent, _STEEPEST)).sum(axis=1) + sharpness.weight * self.excess()
         return heights
 
 
-def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
-    """(G, C) the options per group that are able, (O,), those with the least work first, then -1; (G,) how many."""
-    order = np.lexsort((encoded.total_load, encoded.option_group))
-    order = order[able[order]]
-    group = encoded.option_group[order]
-    counts = np.bincount(group, minlength=len(encoded.groups))
-    choice = np.full((len(encoded.groups), int(counts.max(initial=1))), -1, dtype=np.int64)
-    choice[group, np.arange(len(order)) - (np.cumsum(counts) - counts)[group]] = order
-    return choice, counts
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choices:
+    """The options that a search considers, per group.
 
+    Args:
+        options: (G, C) those with the least work first, then -1.
+        counts: (G,) how many.
+    """
 
-def arrays_of(encoded: Encoded) -> Arrays:
-    """The arrays of a problem."""
-    ranks, everyone = encoded.ranks, np.arange(encoded.ranks)
-    families: dict[tuple[bool, int], list[Ints]] = {}
-    sets: dict[int, tuple[tuple[bool, int], int]] = {}
-    for kind in encoded.blocks:
-        key = id(kind.names)
-        if key not in sets:
-            count, width = kind.places.shape
-            if width == 1 and count == ranks and (kind.places[:, 0] == everyone).all():
-                family = (True, 1)
-            else:
-                family = (False, width if count > 1 else 0)
-            same = families.setdefault(family, [])
-            sets[key] = family, len(same)
-            same.append(kind.places)
-    numbers = {family: number for number, family in enumerate(families)}
-    loads = np.concatenate([np.zeros(0), *(kind.loads for kind in encoded.blocks)])
-    size = np.column_stack(
-        [loads, np.concatenate([np.zeros((0, len(encoded.capacity))), *(kind.memory for kind in encoded.blocks)])]
-    )
-    first = np.cumsum([0, *(len(kind.loads) for kind in encoded.blocks)])
-    top, heavy = np.zeros((0, size.shape[1])), np.zeros(0, dtype=np.int64)
-    if encoded.blocks:
-        top = np.maximum.reduceat(size, first[:-1], axis=0)
-        about = (size >= _ABOUT * top.repeat(np.diff(first), axis=0)).all(axis=1)
-        heavy = np.add.reduceat(about.astype(np.int64), first[:-1]).clip(min=1)
-    largest = top[:, 0].tolist()
-    runs = [
-        sorted([(block, count) for block, count in _merged(blocks) if count], key=lambda run: -largest[run[0]])
-        for blocks in encoded.option_blocks
-    ]
-    most = max([len(each) for each in runs], default=0)
-    run_kind = np.full((len(runs), most), -1, dtype=np.int64)
-    run_count = np.zeros((len(runs), most), dtype=np.int64)
-    for option, each in enumerate(runs):
-        for run, (block, count) in enumerate(each):
-            run_kind[option, run], run_count[option, run] = block, count
-    choice, counts = choices(encoded, np.ones(len(encoded.options), dtype=np.bool_))
-    return Arrays(
-        ranks=ranks,
-        limit=encoded.capacity * (1 + 1e-12),
-        size=np.concatenate([size, np.zeros((1, size.shape[1]))]),
-        kind_first=first,
-        kind_family=np.array([numbers[sets[id(kind.names)][0]] for kind in encoded.blocks], dtype=np.int64),
-        kind_set=np.array([sets[id(kind.names)][1] for kind in encoded.blocks], dtype=np.int64),
-        kind_top=top,
-        kind_heavy=heavy,
-        families=tuple(_family(places, ranks, anywhere=family[0]) for family, places in families.items()),
-        run_kind=run_kind,
-        run_count=run_count,
-        base=np.column_stack([encoded.base_load, encoded.base_memory]),
-        work=encoded.total_load,
-        group=np.repeat(np.arange(len(encoded.groups)), encoded.sizes),
-        choice=choice,
-        choices=counts,
-    )
+    options: Ints
+    counts: Ints
 
-
-def _merged(blocks: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    counts: dict[int, int] = {}
-    for block, count in blocks:
-        counts[block] = counts.get(block, 0) + count
-    return [*counts.items()]
-
-
-def _family(sets: list[Ints], ranks: int, *, anywhere: bool) -> Family:
-    most, width = max(len(places) for places in sets), max(places.shape[1] for places in sets)
-    joined = np.full((len(sets), most, width), ranks, dtype=np.int64)
-    for number, places in enumerate(sets):
-        joined[number, : len(places), : places.shape[1]] = places
-    missing = np.arange(most) >= np.array([[len(places)] for places in sets])
-    clusters = [[[place] for place in range(ranks)] if anywhere else _clusters(places) for places in sets]
-    largest = max(len(cluster) for of_set in clusters for cluster in of_set)
-    by_cluster = np.full((len(sets), max(map(len, clusters)), largest), most)
-    for number, of_set in enumerate(clusters):
-        for index, cluster in enumerate(of_set):
-            by_cluster[number, index, : len(cluster)] = cluster
-    return Family(
-        places=joined,
-        missing=missing if missing.any() else None,
-        anywhere=anywhere,
-        clusters=by_cluster if largest > 1 else None,
-    )
-
-
-def _clusters(places: Ints) -> list[list[int]]:
-    """Numbers of the places that share ranks, directly or by others."""
-    clusters: list[tuple[set[int], list[int]]] = []
-    for number, place in enumerate(places.tolist()):
-        ranks, members = set(place), [number]
-        for cluster in [each for each in clusters if each[0] & ranks]:
-            clusters.remove(cluster)
-            ranks, members = ranks | cluster[0], cluster[1] + members
-        clusters.append((ranks, members))
-    return [members for _, members in clusters]
+    @classmethod
+    def of(cls, encoded: Encoded, able: Bools) -> Choices:
+        """Those that are able, (O,)."""
+        order = np.lexsort((encoded.total[:, 0], encoded.option_group))
+        order = order[able[order]]
+        group = encoded.option_group[order]
+        counts = np.bincount(group, minlength=len(encoded.groups))
+        options = np.full((len(encoded.groups), int(counts.max(initial=1))), -1, dtype=np.int64)
+        options[group, np.arange(len(order)) - (np.cumsum(counts) - counts)[group]] = order
+        return cls(options=options, counts=counts)
 
 
 def _best_of(score: Floats, clusters: Ints) -> tuple[Floats, Ints]:

@@ -28,7 +28,7 @@ from math import log
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
-from shardrec.planner.solve.moves import Arrays, Batch, Sharpness, arrays_of, choices
+from shardrec.planner.solve.moves import Batch, Choices, Sharpness
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.rounds import Round
 from shardrec.planner.solve.states import States
@@ -38,7 +38,7 @@ _SHARPNESS = (60.0, 120.0)
 _NEAREST = 1e-3
 """Least gain, as a fraction of the cost, that p goes by."""
 _STEEPEST_BASE = 200.0
-"""Largest exponent of the load on every rank. It is below the exponent at which :mod:`batch` cuts off."""
+"""Largest exponent of the load on every rank. It is below the exponent at which :mod:`moves` cuts off."""
 _PATIENCE = 5e-4
 """The search continues from a state that is worse by at most this. The limit falls towards the end of a cycle."""
 _CYCLE = 64
@@ -64,9 +64,8 @@ class Rebuilder:
 
     def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded
-        self._arrays = arrays_of(encoded)
         self._least_cost, memory = _least_with(encoded)
-        self._fits = (memory <= encoded.capacity * (1 + 1e-12)).all(axis=1)
+        self._fits = (memory <= encoded.limit).all(axis=1)
 
     def run(
         self,
@@ -92,7 +91,7 @@ class Rebuilder:
             The best found from each start. None if nothing is better.
         """
         rng, count = np.random.default_rng(seed), len(starts)
-        states = States(self._below(max(start.cost for start in starts)), starts)
+        states = States(self.encoded, self.choices_below(max(start.cost for start in starts)), starts)
         softly = np.array([*soft, *[False] * (count - len(soft))])
         each = max(1, min(max(_LOADS // self.encoded.ranks, _PROPOSALS[0]), _PROPOSALS[1]) // count)
         done, first, length = 0, 0, _CYCLE
@@ -109,7 +108,7 @@ class Rebuilder:
             sharpness = Sharpness(cost=states.best.copy(), exponent=exponent, weight=weight, soft=softly)
             Round(states, sharpness, each, rng).run(exponent * _PATIENCE * (1 - progress) * rng.random(count) ** 2)
             done += 1
-        return [states.packing(search, self.encoded) for search in range(count)]
+        return [states.packing(search) for search in range(count)]
 
     def multifit(self, budget: float, stop: Callable[[], bool]) -> Iterator[Packing]:
         """First packings, table by table, for smaller and smaller budgets with which each table finds a place.
@@ -123,14 +122,14 @@ class Rebuilder:
             stop: asked now and then. Ends the search.
         """
         encoded = self.encoded
-        starts = [span.start for span in encoded.group_options]
-        work = np.minimum.reduceat(encoded.total_load, starts) / max(budget, 1e-300)
-        share = (encoded.total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
-        memory = np.minimum.reduceat(share, starts)
+        total_load, total_memory = encoded.total[:, 0], encoded.total[:, 1:]
+        work = np.minimum.reduceat(total_load, encoded.starts) / max(budget, 1e-300)
+        share = (total_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
+        memory = np.minimum.reduceat(share, encoded.starts)
         sizes = (np.maximum(work, memory), work + memory, memory)
         orders = [np.argsort(-np.repeat(size, encoded.sizes), kind="stable") for size in sizes]
         # More than all options of all tables together: a number, so that what is left of it can be compared.
-        unlimited = 1.0 + float(encoded.total_load.sum()) * float(encoded.sizes.max())
+        unlimited = 1.0 + float(total_load.sum()) * float(encoded.sizes.max())
         tried = [(number, unlimited) for number in range(len(orders))]
         low, high = [budget] * len(orders), [np.inf] * len(orders)
         for _ in range(3):
@@ -140,7 +139,7 @@ class Rebuilder:
             for (number, _), packing in zip(tried, packings, strict=False):
                 if packing is not None:
                     yield packing
-                    high[number] = min(high[number], packing.cost - packing.base)
+                    high[number] = min(high[number], packing.cost - float(packing.base[0]))
             for (number, limit), packing in zip(tried, packings, strict=False):
                 if packing is None and limit < high[number]:
                     low[number] = max(low[number], limit)
@@ -160,21 +159,21 @@ class Rebuilder:
         Returns:
             The packings. None where a table fits nowhere.
         """
-        encoded, arrays, count = self.encoded, self._below(np.inf), len(orders)
-        least = np.minimum.reduceat(arrays.base, [span.start for span in encoded.group_options], axis=0)
-        load = np.zeros((count, arrays.base.shape[1], encoded.ranks + 1))
-        base = np.tile(least[arrays.group].sum(axis=0), (count, 1))
-        batch, order = Batch(arrays, load, base), np.stack(orders)
+        encoded, choices, count = self.encoded, self.choices_below(np.inf), len(orders)
+        least = np.minimum.reduceat(encoded.base, encoded.starts, axis=0)
+        load = np.zeros((count, encoded.base.shape[1], encoded.ranks + 1))
+        base = np.tile(least[encoded.group].sum(axis=0), (count, 1))
+        batch, order = Batch(encoded, load, base), np.stack(orders)
         options, nothing = np.zeros(order.shape, dtype=np.int64), np.zeros(count)
         sharpness = Sharpness(cost=nothing, exponent=nothing, weight=nothing, soft=nothing > 0)
         for step in range(order.shape[1]):
             if not batch.alive.any() or (step % _ASKED == _ASKED - 1 and stop()):
                 return [None] * count
-            group = arrays.group[order[:, step]]
+            group = encoded.group[order[:, step]]
             batch.base -= least[group]
-            choice, filled = arrays.choice[group, : int(arrays.choices[group].max())], np.full(count, -1)
-            for first in range(0, choice.shape[1], _AT_ONCE):
-                part = np.where((filled < 0)[:, None], choice[:, first : first + _AT_ONCE], -1)
+            considered, filled = choices.options[group, : int(choices.counts[group].max())], np.full(count, -1)
+            for first in range(0, considered.shape[1], _AT_ONCE):
+                part = np.where((filled < 0)[:, None], considered[:, first : first + _AT_ONCE], -1)
                 option = batch.fill(part, sharpness, budgets, tries=_AT_ONCE, best_fit=False)
                 filled = np.where(option >= 0, option, filled)
                 if (filled >= 0)[batch.alive].all():
@@ -184,17 +183,15 @@ class Rebuilder:
         placed = batch.placed(np.flatnonzero(batch.alive))
         packings: list[Packing | None] = [None] * count
         for number in np.flatnonzero(batch.alive).tolist():
-            counts, mine = np.bincount(options[number], minlength=len(encoded.options)), placed.proposal == number
+            counts, mine = np.bincount(options[number], minlength=len(encoded.base)), placed.proposal == number
             gangs = zip(placed.kind[mine].tolist(), placed.place[mine].tolist(), repeat(1))
             packings[number] = Packing.fitting(encoded, counts, gangs)
         return packings
 
-    def _below(self, cost: float) -> Arrays:
-        """The arrays with those options that a plan of less than a cost can have."""
+    def choices_below(self, cost: float) -> Choices:
+        """The options that a plan of less than a cost can have."""
         # Rounding must not take the options of the plan with this cost, so that each table keeps one.
-        able = self._fits & (self._least_cost <= cost * (1 + 1e-9))
-        choice, counts = choices(self.encoded, able)
-        return replace(self._arrays, choice=choice, choices=counts)
+        return Choices.of(self.encoded, self._fits & (self._least_cost <= cost * (1 + 1e-9)))
 
 
 def _least_with(encoded: Encoded) -> tuple[Floats, Floats]:
@@ -203,18 +200,17 @@ def _least_with(encoded: Encoded) -> tuple[Floats, Floats]:
     All other tables take their cheapest option. Then all ranks bear the mean of the work, and the one with the option's
     largest item bears what is on every rank and that item.
     """
-    starts, option_group = [span.start for span in encoded.group_options], encoded.option_group
 
     def with_each(values: Floats) -> Floats:
-        least = np.minimum.reduceat(values, starts)
-        totals: Floats = values - least[option_group] + encoded.sizes.astype(np.float64) @ least
+        least = np.minimum.reduceat(values, encoded.starts)
+        totals: Floats = values - least[encoded.option_group] + encoded.sizes.astype(np.float64) @ least
         return totals
 
-    load, memory = np.zeros(len(option_group)), np.zeros_like(encoded.base_memory)
-    np.maximum.at(load, encoded.item_option, encoded.item_load)
-    np.maximum.at(memory, encoded.item_option, encoded.item_memory)
-    mean = with_each(encoded.total_load / encoded.ranks)
-    return np.maximum(mean, with_each(encoded.base_load) + load), with_each(encoded.base_memory) + memory
+    largest = np.zeros_like(encoded.base)
+    np.maximum.at(largest, encoded.item_option, encoded.item_size)
+    mean = with_each(encoded.total[:, 0] / encoded.ranks)
+    cost = np.maximum(mean, with_each(encoded.base[:, 0]) + largest[:, 0])
+    return cost, with_each(encoded.base[:, 1:]) + largest[:, 1:]
 
 
 def by_memory(encoded: Encoded) -> Encoded:
@@ -223,15 +219,15 @@ def by_memory(encoded: Encoded) -> Encoded:
     There are no limits on memory in it. A packing of it whose cost is at most 1 fits memory.
     """
 
-    def share(memory: Floats) -> Floats:
-        shares: Floats = (memory / np.maximum(encoded.capacity, 1.0)).max(axis=-1)
-        return shares
+    def shares(sizes: Floats) -> Floats:
+        memory = sizes[:, 1:]
+        return np.column_stack([(memory / np.maximum(encoded.capacity, 1.0)).max(axis=1), memory])
 
     return replace(
         encoded,
         capacity=np.full(len(encoded.capacity), np.inf),
-        base_load=share(encoded.base_memory),
-        total_load=share(encoded.total_memory),
-        item_load=share(encoded.item_memory),
-        blocks=tuple(replace(block, loads=share(block.memory)) for block in encoded.blocks),
+        base=shares(encoded.base),
+        total=shares(encoded.total),
+        item_size=shares(encoded.item_size),
+        kinds=tuple(replace(kind, size=shares(kind.size)) for kind in encoded.kinds),
     )

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardrec.planner.solve.encode import Encoded, Floats
+from shardrec.planner.solve.encode import Bools, Encoded, Floats
 from shardrec.planner.solve.linear_program import LinearProgram, Outcome
 
 _ROUNDING = tuple(range(1, 13))
@@ -64,26 +63,24 @@ class Relaxation:
 
     def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded
-        options = len(encoded.options)
         self._program = LinearProgram(encoded.option_group, encoded.sizes)
         self._upper = encoded.sizes[encoded.option_group].astype(np.float64)
-        self._starts = np.array([span.start for span in encoded.group_options], dtype=np.int64)
-        self._least_memory = self._least(encoded.base_memory)
-        # Items in order of their options, so that a sum per option is a difference of running sums.
-        order = np.argsort(encoded.item_option, kind="stable")
-        self._order, self._count = order, encoded.item_count[order]
-        self._edges = np.searchsorted(encoded.item_option[order], np.arange(options + 1))
+        # (M,) the least sum over the tables of what their options put on every rank.
+        least = np.minimum.reduceat(encoded.base[:, 1:], encoded.starts, axis=0)
+        self._least_memory: Floats = least.T @ encoded.sizes.astype(np.float64)
+        # Items are in the order of their options, so that a sum per option is a difference of running sums.
+        self._edges = np.searchsorted(encoded.item_option, np.arange(len(encoded.base) + 1))
+        # Per dimension, the items' sizes, the distinct ones among them, and which of these each has.
+        self._sizes = [(sizes, *np.unique(sizes, return_inverse=True)) for sizes in encoded.item_size.T]
         # Per set of ranks, which items can be nowhere else.
         self._inside: list[tuple[int, Floats]] = []
         for ranks in encoded.reaches:
             within = np.array([other <= ranks for other in encoded.reaches])
             inside = within[encoded.item_reach]
             if inside.any() or not self._inside:
-                self._inside.append((len(ranks), inside[order].astype(np.float64)))
+                self._inside.append((len(ranks), inside.astype(np.float64)))
         self._memory_rows: list[tuple[Floats, Floats]] | None = None
         self._active: set[int] = set()
-        # By identity of the array, which is kept so that no other takes its place.
-        self._distinct: dict[int, tuple[Floats, Floats, NDArray[np.int64]]] = {}
 
     def least_base(self, budget: float, *, weight: float = 0.0, item_share: float = 1.0) -> Outcome:
         """E: the least that the options chosen put on every rank, where items have a budget. Infinite if none fit.
@@ -94,14 +91,14 @@ class Relaxation:
             item_share: the share of the budget that a single item may take.
         """
         encoded = self.encoded
-        objective = encoded.base_load
+        objective = encoded.base[:, 0]
         if weight:
-            objective = objective + weight * (encoded.total_load / encoded.ranks - encoded.base_load)
+            objective = objective + weight * self._spread()
         upper = np.where(self._fits(budget * item_share), self._upper, 0.0)
         rows, limits = self._rows(budget)
         # Sums that no choice of the options allowed can make too large tell nothing.
         allowed = np.where(upper > 0, rows, 0.0)
-        highest = np.einsum("ng,g->n", np.maximum.reduceat(allowed, self._starts, axis=1), encoded.sizes)
+        highest = np.einsum("ng,g->n", np.maximum.reduceat(allowed, encoded.starts, axis=1), encoded.sizes)
         telling = set(np.flatnonzero(highest > limits).tolist())
         used = telling & self._active
         while True:
@@ -127,8 +124,7 @@ class Relaxation:
         unlimited = self._base_at(np.inf)
         if not np.isfinite(unlimited):
             return [Interval(np.inf, 0.0, np.inf, unlimited)]
-        items = self.encoded.total_load / self.encoded.ranks - self.encoded.base_load
-        edge = max(float(np.maximum.reduceat(items, self._starts) @ self.encoded.sizes), 1e-12)
+        edge = max(float(np.maximum.reduceat(self._spread(), self.encoded.starts) @ self.encoded.sizes), 1e-12)
         heap = [Interval(edge + unlimited, edge, np.inf, unlimited)]
         while most > 0 and np.isfinite(base := self._base_at(edge)):
             # Downwards in steps of a half, to where nothing fits any more.
@@ -157,20 +153,16 @@ class Relaxation:
     def _base_at(self, budget: float) -> float:
         return max(self.least_base(budget).bound * (1 - 1e-7), 0.0)
 
-    def _least(self, per_option: Floats) -> Floats:
-        """(M,) the least sum over the tables of a quantity of their options."""
-        encoded = self.encoded
-        if not len(per_option):
-            return np.zeros(len(encoded.capacity))
-        least: Floats = np.minimum.reduceat(per_option, self._starts, axis=0).T @ encoded.sizes.astype(np.float64)
-        return least
+    def _spread(self) -> Floats:
+        """(O,) load of an option's items, spread over all ranks."""
+        return self.encoded.total[:, 0] / self.encoded.ranks - self.encoded.base[:, 0]
 
-    def _fits(self, budget: float) -> NDArray[np.bool_]:
+    def _fits(self, budget: float) -> Bools:
         """(O,) whether each of an option's items fits an empty rank."""
         encoded = self.encoded
-        too_big = encoded.item_load > budget * (1 + _SLACK)
-        too_big |= (encoded.item_memory > (encoded.capacity - self._least_memory) * (1 + _SLACK)).any(axis=1)
-        fits: NDArray[np.bool_] = np.bincount(encoded.item_option[too_big], minlength=len(encoded.options)) == 0
+        largest = np.concatenate([[budget], encoded.capacity - self._least_memory])
+        too_big = (encoded.item_size > largest * (1 + _SLACK)).any(axis=1)
+        fits: Bools = np.bincount(encoded.item_option[too_big], minlength=len(encoded.base)) == 0
         return fits
 
     def _rows(self, budget: float) -> tuple[Floats, Floats]:
@@ -178,27 +170,23 @@ class Relaxation:
         encoded = self.encoded
         if self._memory_rows is None:
             self._memory_rows = [
-                self._sums(encoded.item_memory[:, tier], encoded.base_memory[:, tier], capacity, capacity - least)
-                for tier, (capacity, least) in enumerate(zip(encoded.capacity, self._least_memory, strict=True))
+                self._sums(dim, encoded.base[:, dim], capacity, capacity - least)
+                for dim, (capacity, least) in enumerate(zip(encoded.capacity, self._least_memory, strict=True), 1)
             ]
-        load_rows = self._sums(encoded.item_load, np.zeros(len(encoded.options)), budget, budget)
+        load_rows = self._sums(0, np.zeros(len(encoded.base)), budget, budget)
         rows, limits = zip(load_rows, *self._memory_rows, strict=True)
         return np.concatenate(rows), np.concatenate(limits)
 
-    def _sums(self, sizes: Floats, everywhere: Floats, most: float, budget: float) -> tuple[Floats, Floats]:
-        """The rows of one quantity, scaled to coefficients of at most 1."""
+    def _sums(self, dim: int, everywhere: Floats, most: float, budget: float) -> tuple[Floats, Floats]:
+        """The rows of one dimension, scaled to coefficients of at most 1."""
         rows, limits = [], []
         bounded = bool(np.isfinite(most))
-        key = id(sizes)
-        if key not in self._distinct:
-            self._distinct[key] = (sizes, *np.unique(sizes[self._order], return_inverse=True))
-        _, distinct, which = self._distinct[key]
-        sizes = sizes[self._order]
+        sizes, distinct, which = self._sizes[dim]
         values = np.zeros((_FUNCTIONS, len(sizes)))
         if bounded and budget > 0:
             values = _dual_feasible(distinct / budget * (1 - _SLACK))[:, which]
         for ranks, inside in self._inside:
-            counted = self._count * inside
+            counted = self.encoded.item_count * inside
             total = self._per_option((sizes * counted)[None]) + ranks * everywhere
             rows.append(total if bounded else 0 * total)
             limits.append([ranks * most if bounded else 1.0])
@@ -207,7 +195,7 @@ class Relaxation:
         return _scaled(np.concatenate(rows), np.concatenate(limits))
 
     def _per_option(self, values: Floats) -> Floats:
-        """(n, O) sums over the items per option, of (n, K)."""
+        """(n, O) sums over the items per option, of (n, I)."""
         running = np.zeros((len(values), values.shape[1] + 1))
         np.cumsum(values, axis=1, out=running[:, 1:])
         sums: Floats = running[:, self._edges[1:]] - running[:, self._edges[:-1]]
@@ -223,7 +211,7 @@ def _scaled(rows: Floats, limits: Floats) -> tuple[Floats, Floats]:
 
 
 def _dual_feasible(sizes: Floats) -> Floats:
-    """(functions, K) values of sizes."""
+    """(functions, n) values of n sizes."""
     sizes = np.minimum(sizes, 1.0)
     steps = np.array(_ROUNDING)[:, None]
     rounded = np.floor((steps + 1) * sizes[None]) / steps

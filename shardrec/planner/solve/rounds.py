@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardrec.planner.solve.encode import Floats, Ints
-from shardrec.planner.solve.moves import Batch, Bools, Sharpness
+from shardrec.planner.solve.encode import Bools, Floats, Ints
+from shardrec.planner.solve.moves import Batch, Sharpness
 from shardrec.planner.solve.states import Gangs, States
 
 _AIM = 0.02
@@ -53,7 +53,7 @@ class Round:
     """One round."""
 
     def __init__(self, states: States, sharpness: Sharpness, proposals: int, rng: np.random.Generator) -> None:
-        self.states, self.arrays, self.rng, self.proposals = states, states.arrays, rng, proposals
+        self.states, self.encoded, self.rng, self.proposals = states, states.encoded, rng, proposals
         self.search = np.repeat(np.arange(len(states.best)), proposals)
         self.batch = states.batch(self.search)
         self.of_states, self.sharpness = sharpness, sharpness[self.search]
@@ -91,8 +91,8 @@ class Round:
         on_hot = states.on_rank(self.search, self._hot(), self.rng)
         tables[:, 0] = np.where((self._random() < 0.5) & (on_hot >= 0), on_hot, tables[:, 0])
         tables = self._largest_first(_distinct(tables))
-        group = self.arrays.group[tables]
-        other = self.arrays.choice[group, (self.rng.random(tables.shape) * self.arrays.choices[group]).astype(np.int64)]
+        group, choices = self.encoded.group[tables], states.choices
+        other = choices.options[group, (self.rng.random(tables.shape) * choices.counts[group]).astype(np.int64)]
         option = np.where(self.rng.random(tables.shape) < 0.5, other, states.option[self.search[:, None], tables])
         states.take(self.batch, self.search, tables)
         for table, chosen in zip(tables.T, np.where(tables >= 0, option, -1).T, strict=True):
@@ -100,19 +100,22 @@ class Round:
         if self.rng.random() < _RELIEVED:
             excess = self.batch.rank_excess()
             full = excess.max(axis=1, keepdims=True) > 0
-            worst = np.where(full, excess, self.batch.load[:, 0, : self.arrays.ranks]).argmax(axis=1)
+            worst = np.where(full, excess, self.batch.load[:, 0, : self.encoded.ranks]).argmax(axis=1)
             others = [states.on_rank(self.search, worst, self.rng) for _ in range(1 + int(3 * self.rng.random()))]
             self._refill(_distinct(np.stack([*tables.T, *others], axis=1))[:, tables.shape[1] :])
 
     def _ruined(self) -> Ints:
         """(B, K) tables of a highly loaded rank and of one or two others, or now and then of many ranks."""
         if self._coin(_WHOLE[0]):
-            first, picked = self._hot(), np.exp(self._random() * np.log(self.arrays.ranks + 1.0)).astype(np.int64)
+            first, picked = self._hot(), np.exp(self._random() * np.log(self.encoded.ranks + 1.0)).astype(np.int64)
             columns = min(_WHOLE[1], self.states.option.shape[1])
-            ranks = [(first + (self._random() * picked).astype(np.int64)) % self.arrays.ranks for _ in range(columns)]
+            ranks = [(first + (self._random() * picked).astype(np.int64)) % self.encoded.ranks for _ in range(columns)]
             tables = [self.states.on_rank(self.search, rank, self.rng) for rank in ranks]
             return self._largest_first(_distinct(np.stack(tables, axis=1)))
-        ranks = [self._hot(), *(self._some((len(self.search),), self.arrays.ranks) for _ in range(1 + self._coin(0.5)))]
+        ranks = [
+            self._hot(),
+            *(self._some((len(self.search),), self.encoded.ranks) for _ in range(1 + self._coin(0.5))),
+        ]
         tables = [
             self.states.on_rank(self.search, rank, self.rng)
             for number, rank in enumerate(ranks)
@@ -124,12 +127,12 @@ class Round:
 
     def _refill(self, tables: Ints) -> None:
         """Take tables, (B, K), off and pack them below the aim."""
-        states, arrays = self.states, self.arrays
+        states, choices = self.states, self.states.choices
         states.take(self.batch, self.search, tables)
         for table in tables.T:
-            group = arrays.group[table]
-            drawn = np.sort(self.rng.random((len(table), _OPTIONS)) ** 2, axis=1) * arrays.choices[group][:, None]
-            options = np.where((table >= 0)[:, None], arrays.choice[group[:, None], drawn.astype(np.int64)], -1)
+            group = self.encoded.group[table]
+            drawn = np.sort(self.rng.random((len(table), _OPTIONS)) ** 2, axis=1) * choices.counts[group][:, None]
+            options = np.where((table >= 0)[:, None], choices.options[group[:, None], drawn.astype(np.int64)], -1)
             option = self.batch.fill(options, self.sharpness, self.budget, tries=_TRIES)
             left = np.where((option < 0) & (table >= 0), states.option[self.search, table], -1)
             done = self.batch.put(left, self.sharpness) | (option >= 0)
@@ -152,7 +155,7 @@ class Round:
             if tables & others:
                 continue
             sums = load + (batch.load[proposal] - old_load), base + (batch.base[proposal] - old_base)
-            height = float(Batch(self.arrays, sums[0][None], sums[1][None]).heights(sharpness)[0])
+            height = float(Batch(self.encoded, sums[0][None], sums[1][None]).heights(sharpness)[0])
             if height < lowest * (1 - 1e-9):
                 (load, base), lowest, tables = sums, height, tables | others
                 accepted.append(proposal)
@@ -167,12 +170,12 @@ class Round:
 
     def _hot(self) -> Ints:
         """(B,) the rank with most load, or another with much."""
-        index = np.where(self._random() < 0.7, 0.0, self._random() ** 2 * self.arrays.ranks)
+        index = np.where(self._random() < 0.7, 0.0, self._random() ** 2 * self.encoded.ranks)
         return self.states.hottest[self.search, index.astype(np.int64)]
 
     def _largest_first(self, tables: Ints) -> Ints:
         """The tables of each proposal, approximately by their work."""
-        work = self.arrays.work[self.states.option[self.search[:, None], tables]]
+        work = self.encoded.total[self.states.option[self.search[:, None], tables], 0]
         order = np.argsort(np.where(tables >= 0, -work * self.rng.uniform(0.8, 1.2, tables.shape), np.inf), axis=1)
         ordered: Ints = np.take_along_axis(tables, order, axis=1)
         return ordered

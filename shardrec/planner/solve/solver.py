@@ -126,7 +126,7 @@ class _Search:
     def _start_many(self) -> None:
         """Where linear programs over all tables take minutes: the ranks' mean load, and options of little work."""
         encoded = self.encoded
-        least = np.minimum.reduceat(encoded.total_load, [span.start for span in encoded.group_options])
+        least = np.minimum.reduceat(encoded.total[:, 0], encoded.starts)
         self.budget = self.bound = float(least @ encoded.sizes) / encoded.ranks * (1 - 1e-9)
         for share in _ITEM_SHARES:
             if self._time_left() > 0:

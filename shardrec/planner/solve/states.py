@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
-from shardrec.planner.solve.moves import Arrays, Batch
+from shardrec.planner.solve.moves import Batch, Choices
 from shardrec.planner.solve.packing import Packing
 
 Gangs = tuple[Ints, Ints]
@@ -20,6 +20,11 @@ Gangs = tuple[Ints, Ints]
 class States:
     """Where each search is.
 
+    Args:
+        encoded: the problem.
+        choices: the options that tables may take.
+        starts: where each begins.
+
     Attributes:
         option: (C, N) per table.
         load: (C, D, R + 1) load and bytes of the items on each rank.
@@ -28,33 +33,33 @@ class States:
         hottest: (C, R) ranks by their load, the highest first.
     """
 
-    def __init__(self, arrays: Arrays, starts: Sequence[Packing]) -> None:
-        self.arrays, count, tables = arrays, len(starts), len(arrays.group)
+    def __init__(self, encoded: Encoded, choices: Choices, starts: Sequence[Packing]) -> None:
+        self.encoded, self.choices = encoded, choices
+        count, tables = len(starts), len(encoded.group)
         self.option = np.stack([np.repeat(np.arange(len(start.counts)), start.counts) for start in starts])
-        self.gangs = [_gangs(arrays, start, option) for start, option in zip(starts, self.option, strict=True)]
-        self.base = np.stack([np.einsum("o,od->d", start.counts, arrays.base) for start in starts])
-        self.load = np.zeros((count, arrays.base.shape[1], arrays.ranks + 1))
+        self.gangs = [_gangs(encoded, start, option) for start, option in zip(starts, self.option, strict=True)]
+        self.base = np.stack([np.einsum("o,od->d", start.counts, encoded.base) for start in starts])
+        self.load = np.zeros((count, encoded.base.shape[1], encoded.ranks + 1))
         self.best = np.array([start.cost for start in starts])
-        self.hottest = np.zeros((count, arrays.ranks), dtype=np.int64)
+        self.hottest = np.zeros((count, encoded.ranks), dtype=np.int64)
         self._first_cost = self.best.copy()
         self._best = [(self.option[search].copy(), [*self.gangs[search]]) for search in range(count)]
         # Ranks and items per table, padded with rank R and item J.
-        self._rank = np.full((count, tables, 1), arrays.ranks)
-        self._item = np.full((count, tables, 1), len(arrays.size) - 1)
+        self._rank = np.full((count, tables, 1), encoded.ranks)
+        self._item = np.full((count, tables, 1), len(encoded.size) - 1)
         self._items = np.zeros((count, tables), dtype=np.int64)
         # Which tables are on which rank: rank r of search c has tables[first[c, r] : first[c, r + 1]].
-        self._first = np.zeros((count, arrays.ranks + 2), dtype=np.int64)
+        self._first = np.zeros((count, encoded.ranks + 2), dtype=np.int64)
         self._tables = [np.zeros(0, dtype=np.int64)] * count
         for search, start in enumerate(starts):
-            loads = np.column_stack([start.loads, start.memory]).T
-            self.load[search, :, : arrays.ranks] = loads - self.base[search][:, None]
+            self.load[search, :, : encoded.ranks] = start.load.T - self.base[search][:, None]
             for table in range(tables):
                 self._place(search, table, self.gangs[search][table])
             self._index(search)
 
     def batch(self, search: Ints) -> Batch:
         """A batch of copies of the states of some searches, (B,)."""
-        return Batch(self.arrays, self.load[search], self.base[search])
+        return Batch(self.encoded, self.load[search], self.base[search])
 
     def on_rank(self, search: Ints, rank: Ints, rng: np.random.Generator) -> Ints:
         """(n,) a table on each of these ranks, at random. -1 for none."""
@@ -87,31 +92,31 @@ class States:
             self.gangs[search][table] = gangs
             self._place(search, table, gangs)
         self._index(search)
-        after = Batch(self.arrays, load[None], base[None])
+        after = Batch(self.encoded, load[None], base[None])
         cost = float(after.costs()[0])
         if cost < self.best[search] * (1 - 1e-9) and after.excess()[0] <= 0:
             self.best[search] = cost
             self._best[search] = self.option[search].copy(), [*self.gangs[search]]
 
-    def packing(self, search: int, encoded: Encoded) -> Packing | None:
+    def packing(self, search: int) -> Packing | None:
         """The best assignment of a search. None if it is not better than the start."""
         option, gangs = self._best[search]
         if self.best[search] >= self._first_cost[search] * (1 - 1e-9):
             return None
-        counts = np.bincount(option, minlength=len(encoded.options))
+        counts = np.bincount(option, minlength=len(self.encoded.base))
         placed = (pair for kinds, places in gangs for pair in zip(kinds.tolist(), places.tolist(), strict=True))
-        return Packing.fitting(encoded, counts, ((kind, place, 1) for kind, place in placed))
+        return Packing.fitting(self.encoded, counts, ((kind, place, 1) for kind, place in placed))
 
     def _place(self, search: int, table: int, gangs: Gangs) -> None:
         """Note the ranks and the items of a table."""
-        arrays = self.arrays
-        pairs = [arrays.items(kind, place) for kind, place in zip(*(each.tolist() for each in gangs), strict=True)]
+        encoded = self.encoded
+        pairs = [encoded.items(kind, place) for kind, place in zip(*(each.tolist() for each in gangs), strict=True)]
         count = sum(len(ranks) for ranks, _ in pairs)
         if count > self._rank.shape[2]:
             more = ((0, 0), (0, 0), (0, count - self._rank.shape[2]))
-            self._rank = np.pad(self._rank, more, constant_values=arrays.ranks)
-            self._item = np.pad(self._item, more, constant_values=len(arrays.size) - 1)
-        self._rank[search, table], self._item[search, table] = arrays.ranks, len(arrays.size) - 1
+            self._rank = np.pad(self._rank, more, constant_values=encoded.ranks)
+            self._item = np.pad(self._item, more, constant_values=len(encoded.size) - 1)
+        self._rank[search, table], self._item[search, table] = encoded.ranks, len(encoded.size) - 1
         self._items[search, table] = count
         if pairs:
             self._rank[search, table, :count] = np.concatenate([ranks for ranks, _ in pairs])
@@ -122,16 +127,17 @@ class States:
         rank = self._rank[search, :, : max(int(self._items[search].max()), 1)]
         order = np.argsort(rank, axis=None, kind="stable")
         self._tables[search] = order // rank.shape[1]
-        self._first[search] = np.searchsorted(rank.ravel()[order], np.arange(self.arrays.ranks + 2))
-        self.hottest[search] = np.argsort(-self.load[search, 0, : self.arrays.ranks], kind="stable")
+        self._first[search] = np.searchsorted(rank.ravel()[order], np.arange(self.encoded.ranks + 2))
+        self.hottest[search] = np.argsort(-self.load[search, 0, : self.encoded.ranks], kind="stable")
 
 
-def _gangs(arrays: Arrays, packing: Packing, option: Ints) -> list[Gangs]:
+def _gangs(encoded: Encoded, packing: Packing, option: Ints) -> list[Gangs]:
     """The gangs per table. Equal gangs are interchangeable."""
     left = {kind: np.repeat(np.arange(len(at)), at).tolist() for kind, at in packing.at.items()}
     gangs = []
+    run_kind, run_count = encoded.runs
     for number in option.tolist():
-        used = arrays.run_kind[number] >= 0
-        kinds = np.repeat(arrays.run_kind[number][used], arrays.run_count[number][used])
+        used = run_kind[number] >= 0
+        kinds = np.repeat(run_kind[number][used], run_count[number][used])
         gangs.append((kinds, np.array([left[kind].pop() for kind in kinds.tolist()], dtype=np.int64)))
     return gangs

@@ -63,17 +63,12 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
         repeats: steps that are timed at least, in passes through the workloads. The quietest pass counts.
     """
-    measured: Measured = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
-    return measured
+    return on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
 
 
 def _features(tables: Mapping[str, TableLoad]) -> dict[str, list[str]]:
     """``"<table>.0"``, ``"<table>.1"`` and so on, by table."""
     return {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
-
-
-def _keys(tables: Mapping[str, TableLoad]) -> list[str]:
-    return [key for each in _features(tables).values() for key in each]
 
 
 def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats: int) -> Measured:
@@ -155,14 +150,14 @@ def _drawn(tables: Mapping[str, TableLoad], batch_size: int, device: torch.devic
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    batches = []
+    keys, batches = [key for of_table in _features(tables).values() for key in of_table], []
     for _ in range(_BATCHES):
         ids, sizes = [], []
         for load in tables.values():
             for pooling in load.poolings:
                 ids.append(torch.randint(load.num_embeddings, (batch_size * round(pooling),), device=device))
                 sizes.append(torch.full((batch_size,), round(pooling), dtype=torch.int32, device=device))
-        batches.append(KeyedJaggedTensor(keys=_keys(tables), values=torch.cat(ids), lengths=torch.cat(sizes)))
+        batches.append(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(sizes)))
     return batches
 
 

@@ -207,7 +207,7 @@ def load_config(
     if resume and "out" in values and started.is_file():
         values = {name: value for name, (value, _) in _read(started).items()} | values
     try:
-        return TrainConfig.of(values)
+        return TrainConfig(**values)
     except ConfigError as error:
         text = str(error)
         for name in read.keys() - overrides.keys():
@@ -217,7 +217,7 @@ def load_config(
 
 def load_config_text(text: str, path: Path) -> TrainConfig:
     """:func:`load_config` of a file that has been read. ``path`` is for messages."""
-    return TrainConfig.of({name: value for name, (value, _) in _parse(text, path).items()})
+    return TrainConfig(**{name: value for name, (value, _) in _parse(text, path).items()})
 
 
 def _read(path: Path) -> dict[str, tuple[object, int]]:

@@ -39,11 +39,11 @@ def locked(folder: Path, seconds: float, *kinds: _Kind) -> Iterator[_Kind | None
     give_up = time.monotonic() + seconds
     try:
         while True:
-            held = next((kind for kind in kinds or ("alone",) if _lock(descriptor, _FLAGS[kind])), None)
-            if held is not None or time.monotonic() > give_up:
+            held_as = next((kind for kind in kinds or ("alone",) if _lock(descriptor, _FLAGS[kind])), None)
+            if held_as is not None or time.monotonic() > give_up:
                 break
             time.sleep(_RETRY_S)
-        yield held
+        yield held_as
     finally:
         os.close(descriptor)
 
@@ -66,8 +66,8 @@ def own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> tup
         ConfigError: on every rank, if it cannot be written to or another run has it.
     """
     kinds: tuple[_Kind, ...] = ("alone",) if config.ranks.replicas is None else ("alone", "shared")
-    held = on_first_rank(lambda: lock_folder(config, lock, *kinds), rank_info, "start")
-    return Path(str(config.output.out)), held == "alone"
+    held_as = on_first_rank(lambda: lock_folder(config, lock, *kinds), rank_info, "start")
+    return Path(str(config.output.out)), held_as == "alone"
 
 
 def lock_folder(config: TrainConfig, lock: ExitStack, *kinds: _Kind) -> _Kind:
@@ -78,14 +78,14 @@ def lock_folder(config: TrainConfig, lock: ExitStack, *kinds: _Kind) -> _Kind:
     lock.close()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = lock.enter_context(locked(folder, wait_s, *kinds))
+        held_as = lock.enter_context(locked(folder, wait_s, *kinds))
     except OSError as error:
         raise ConfigError(f"out (--out) is {str(folder)!r}: {error.strerror}. Give a folder to write to") from error
-    if held is None:
+    if held_as is None:
         raise ConfigError(
             f"out (--out) is {config.output.out!r}: another run writes to it. Wait for its end, or give another folder"
         )
-    return held
+    return held_as
 
 
 @contextmanager

@@ -109,8 +109,7 @@ def predict(
         "on_bad_row": on_bad_row,
         "device": device,
     }
-    manifest: dict[str, Any] | None = run_on_ranks(_predict_rank, options, nproc=nproc, debug=debug)
-    return manifest
+    return run_on_ranks(_predict_rank, options, nproc=nproc, debug=debug)
 
 
 def _predict_rank(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -168,4 +167,4 @@ def _train_rank(options: dict[str, Any]) -> None:
     from shardrec.trainer.run.session import run_rank  # with torch, which the launcher does without
 
     resume = options.pop("resume")
-    run_rank(TrainConfig.of(options), resume=resume)
+    run_rank(TrainConfig(**options), resume=resume)

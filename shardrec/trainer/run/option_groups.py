@@ -95,9 +95,9 @@ class FeedData(DataOptions):
         return self.files.removeprefix(FEED)
 
 
-def data_kind(given: object) -> str:
+def data_kind(options: object) -> str:
     """The tag of the class for some options of data, given or made."""
-    data = given.get("data") if isinstance(given, Mapping) else getattr(given, "files", None)
+    data = options.get("data") if isinstance(options, Mapping) else getattr(options, "files", None)
     return "a feed" if str(data).startswith(FEED) else "not a feed"
 
 
@@ -335,14 +335,9 @@ class OutputOptions(OptionGroup):
             yield "checkpoint_every (--checkpoint-every) saves and checkpoint (--checkpoint) is 'none': leave one out"
 
     @property
-    def checkpoint_steps(self) -> int | None:
-        """Steps from one checkpoint to the next, if they are counted so; 0 with each point of the curve."""
-        return _interval(self.checkpoint_every)[0]
-
-    @property
-    def checkpoint_seconds(self) -> float | None:
-        """Seconds from one checkpoint to the next, if they are counted so."""
-        return _interval(self.checkpoint_every)[1]
+    def checkpoint_interval(self) -> tuple[int | None, float | None]:
+        """Steps, or seconds, from one checkpoint to the next; (None, None) if there is none before the end."""
+        return _interval(self.checkpoint_every)
 
     @property
     def publish_interval(self) -> tuple[int | None, float | None]:

@@ -112,12 +112,12 @@ class OptionGroup(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _grouped(cls, given: dict[str, object]) -> dict[str, object]:
+    def _grouped(cls, options: dict[str, object]) -> dict[str, object]:
         """The options of groups, moved from beside the groups into them."""
         groups = cls.groups()
         homes = {key: name for name, kinds in groups.items() for kind in kinds for key in kind.options()}
         values = dict[str, Any]({name: {} for name in groups if cls.model_fields[name].is_required()})
-        for key, value in given.items():
+        for key, value in options.items():
             (values.setdefault(homes[key], {}) if key in homes else values)[key] = value
         return values
 
@@ -154,9 +154,9 @@ class Options(OptionGroup):
     """
 
     def __init__(self, **values: object) -> None:
-        given = {name: value for name, value in values.items() if not self._is_default(name, value)}
+        others = {name: value for name, value in values.items() if not self._is_default(name, value)}
         try:
-            super().__init__(**given)
+            super().__init__(**others)
         except ValidationError as error:
             raise ConfigError(_explained(error, values, type(self))) from None
         faults = [*_faults(self)]
@@ -170,12 +170,7 @@ class Options(OptionGroup):
 
     def changed(self, **changes: object) -> Self:
         """These options with other values for some."""
-        return self.of({**self.to_mapping(), **changes})
-
-    @classmethod
-    def of(cls, values: Mapping[str, object]) -> Self:
-        """Options from such data as :meth:`to_mapping` gives, or from texts."""
-        return cls(**values)
+        return type(self)(**{**self.to_mapping(), **changes})
 
     def to_mapping(self) -> dict[str, object]:
         """The options by their keys, without groups, as YAML- and JSON-compatible data, which make equal options as
@@ -200,15 +195,15 @@ def _faults(options: OptionGroup) -> Iterator[str]:
         yield from _faults(group)
 
 
-def named_values(given: object) -> dict[str, object]:
+def named_values(value: object) -> dict[str, object]:
     """A mapping as it is; of texts ``NAME=VALUE`` a mapping, with the values as YAML reads them.
 
     Raises:
         ValueError: for a text of another form.
     """
-    if isinstance(given, Mapping):
-        return dict(given)
-    texts = given if isinstance(given, (list, tuple)) else [given]
+    if isinstance(value, Mapping):
+        return dict(value)
+    texts = value if isinstance(value, (list, tuple)) else [value]
     pairs = [str(text).partition("=") for text in texts]
     if any(not name or not equals for name, equals, _ in pairs):
         raise ValueError("give NAME=VALUE, such as dropout=0.1")

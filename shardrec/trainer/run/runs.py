@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardrec import ShardedModel, ShardingPlan
     from shardrec.serve import ServedModel
-    from shardrec.trainer.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
+    from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
     from shardrec.trainer.run.endpoint import Endpoint
     from shardrec.trainer.run.task_metrics import TaskMetrics
 
@@ -65,11 +65,6 @@ class RunFolder:
         spec = spec_of(self.config)
         return spec if self.config.data.features is None or (self.path / IDS).is_file() else spec.with_ids(FIRST_IDS)
 
-    @property
-    def schema(self) -> ClickSchema:
-        """Features and table sizes."""
-        return self.spec.schema_
-
     def model(self) -> ShardedModel:
         """The model of :meth:`loaded` on the CPU."""
         return self.loaded()[0]
@@ -96,7 +91,7 @@ class RunFolder:
             fuse_optimizer,
         )
 
-        model = build_model(self.config, self.schema)
+        model = build_model(self.config, self.spec.schema_)
         fuse_optimizer(model, self.config)
         dynamic = dynamic_tables(self.spec, model)
         # A program that runs without shardrec looks distinct ids up for plain ids alone.
@@ -202,7 +197,7 @@ class RunFolder:
         from shardrec.serve import quantize
         from shardrec.trainer.run.model import build_model, dynamic_tables, fuse_optimizer
 
-        model = build_model(self.config, self.schema)
+        model = build_model(self.config, self.spec.schema_)
         dynamic = dynamic_tables(self.spec, model)
         if dynamic:  # their rows are evicted with their optimizer's states only
             fuse_optimizer(model, self.config)
@@ -236,7 +231,7 @@ class RunFolder:
 
         if not out.parent.is_dir():
             raise ConfigError(f"{out} cannot be written, because {out.parent} is not a folder: make it first")
-        schema = self.schema
+        schema = self.spec.schema_
         served = serve.quantize(self.model(), weights)
         keys = list(schema.sparse_names)
         if target == "script":

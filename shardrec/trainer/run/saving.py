@@ -133,7 +133,7 @@ class Saver:
         steps, evaluated_at = self._progress.steps, self._progress.evaluated_at
         due, publish = (
             interval is not None and not idle and (steps % interval if interval else steps - evaluated_at) == 0
-            for interval in (self._config.output.checkpoint_steps, self._config.output.publish_interval[0])
+            for interval, _ in (self._config.output.checkpoint_interval, self._config.output.publish_interval)
         )
         ends = False
         if steps > self._agree_at or idle:
@@ -184,7 +184,8 @@ class Saver:
         """(whether to end, whether a save is due by the clock, whether a publish is), the same on all ranks.
         Acknowledges what is written."""
         now, steps = time.monotonic(), self._progress.steps
-        wait_s, publish_s = self._config.output.checkpoint_seconds, self._config.output.publish_interval[1]
+        output = self._config.output
+        (_, wait_s), (_, publish_s) = output.checkpoint_interval, output.publish_interval
         pace = (now - self._agreed_at) / max(1, steps - self._agreed_step)
         said = torch.tensor(
             [

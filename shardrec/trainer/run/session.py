@@ -436,9 +436,9 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
         for _ in _epochs(run, saver):
 
             def read(replica: int = 0, replicas: int = 1) -> Iterator[StepPart]:
-                made = source.train_batches(progress.epoch_steps, progress.epoch, replica=replica, replicas=replicas)
+                batches = source.train_batches(progress.epoch_steps, progress.epoch, replica=replica, replicas=replicas)
                 return step_parts(
-                    made, config.learning.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels
+                    batches, config.learning.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels
                 )
 
             with Prefetcher(read()) if run.elastic is None else DealtParts(run, run.elastic, read) as batches:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -40,6 +40,9 @@ from shardrec.trainer.data.tables import FileInfo, MissingColumnsError, check_pa
 from shardrec.trainer.data.urls import TOPIC, files_of
 from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
 from shardrec.trainer.run.option_groups import FeedData, FiniteData
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
@@ -392,7 +395,7 @@ class Source:
         for ranks in (self._ranks, 1):  # rank 0 may have only broken rows
             if not sampled:
                 batches = self.data.train_batches(0, ranks, self.batch_size, global_rows=self._batch_rows)
-                sampled = [batch.sparse for batch in islice((made for made in batches if made.size), count)]
+                sampled = [batch.sparse for batch in islice((batch for batch in batches if batch.size), count)]
         return sampled
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
@@ -400,20 +403,20 @@ class Source:
         limit = limit or self._holdout_samples
         if self._valid is not None:
             return self._scored("valid", self._valid, limit)
-        return self._scored("held", self.data, limit, held=True)
+        return self._scored("held", self.data, limit, held_out=True)
 
     def test_batches(self) -> Iterator[ClickBatch]:
         """This rank's batches for the final metrics: of the test files, or else the held-out rows."""
         return self.holdout_batches() if self._test is None else self._scored("test", self._test, None)
 
     def _scored(
-        self, files: str, data: FileClickData | SyntheticClickData, limit: int | None, *, held: bool = False
+        self, files: str, data: FileClickData | SyntheticClickData, limit: int | None, *, held_out: bool = False
     ) -> Iterator[ClickBatch]:
         """The rows of some files, or the held-out ones among them, or the first ``limit``, to whole batches."""
         rank, ranks = self._rank_info.rank, self._rank_info.world_size
         many = ranks * _SCORED_ROWS
         rows = max(self._batch_rows, many if limit is None else min(limit, many))
-        read = data.holdout_batches if held else data.train_batches
+        read = data.holdout_batches if held_out else data.train_batches
         batches = read(rank, ranks, -(-rows // ranks), global_rows=rows)
         return self._counted(files, data, islice(batches, None if limit is None else -(-limit // rows)))
 
@@ -476,12 +479,12 @@ def decided_spec(
     return spec.with_vocabularies(count_vocabularies(files, spec, holdout=_holdout(data), each=each, parts=parts))
 
 
-def on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def on_ranks(rank_info: RankInfo, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
     """The function's value for each item, which one of the ranks computes. Its error is raised on all."""
     rank, ranks = rank_info.rank, rank_info.world_size
     if ranks == 1:
         return list(map(function, items))
-    values, fault = [], ""
+    values, fault = list[T](), ""
     # A share may be large, such as a file of text that is one item.
     share = on_threads(lambda: list(map(function, items[rank::ranks])), rank_info, _ROWS, rank_info.timeout / 4)
     try:

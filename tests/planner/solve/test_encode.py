@@ -18,12 +18,12 @@ def test_what_a_gang_puts_on_every_rank_is_no_item() -> None:
     )
     problem = Problem(ranks=3, capacity=(100.0,), tables={"a": (option,)})
     encoded = encode(problem)
-    assert (encoded.base_load.tolist(), encoded.base_memory.tolist()) == ([1.0 + 2 * 2.0], [[0.5 + 2 * 5.0]])
-    assert [block.loads.tolist() for block in encoded.blocks] == [[1.0, 0.0, 0.0], [3.0, 2.0]]
+    assert encoded.base.tolist() == [[1.0 + 2 * 2.0, 0.5 + 2 * 5.0]]
+    assert [kind.size[:, 0].tolist() for kind in encoded.kinds] == [[1.0, 0.0, 0.0], [3.0, 2.0]]
     # The item of which nothing is left is none; both gangs reach every rank.
-    items = sorted(zip(encoded.item_load, encoded.item_memory[:, 0], encoded.item_count, strict=True))
+    items = sorted(zip(*encoded.item_size.T, encoded.item_count, strict=True))
     assert items == [(0.0, 2.0, 2.0), (1.0, 0.0, 2.0), (2.0, 7.0, 1.0), (3.0, 5.0, 1.0)]
-    assert encoded.total_load.tolist() == [3 * 1.0 + 2 * 7.0 + 5.0]
+    assert encoded.total[:, 0].tolist() == [3 * 1.0 + 2 * 7.0 + 5.0]
     solution = solve(problem)
     assert solution is not None
     # The places are those of the gangs as they were, and so are the loads.

@@ -18,15 +18,15 @@ from tests.plans import randoms
 
 def random_packing(rng: Random, encoded: Encoded) -> Packing | None:
     """Any options, any places; None where they do not fit."""
-    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    counts = np.zeros(len(encoded.base), dtype=np.int64)
     for size, span in zip(encoded.sizes.tolist(), encoded.group_options, strict=True):
         for _ in range(size):
             counts[rng.choice(span)] += 1
     packing = Packing(encoded, counts)
     for option in np.flatnonzero(counts).tolist():
-        for block, count in encoded.option_blocks[option]:
+        for kind, count in encoded.option_gangs[option]:
             for _ in range(count * int(counts[option])):
-                packing.put(block, rng.randrange(len(encoded.blocks[block].names)))
+                packing.put(kind, rng.randrange(len(encoded.kinds[kind].names)))
     return packing if packing.fits() else None
 
 
@@ -81,10 +81,10 @@ def test_what_is_found_is_better_and_fits(rng: Random) -> None:
     counts = [int(found.counts[span.start : span.stop].sum()) for span in encoded.group_options]
     assert counts == encoded.sizes.tolist()
     for option in np.flatnonzero(found.counts).tolist():
-        assert all(block in found.at for block, _ in encoded.option_blocks[option])
+        assert all(kind in found.at for kind, _ in encoded.option_gangs[option])
     gangs = sum(
-        int(found.counts[option]) * sum(count for _, count in blocks)
-        for option, blocks in enumerate(encoded.option_blocks)
+        int(found.counts[option]) * sum(count for _, count in of_option)
+        for option, of_option in enumerate(encoded.option_gangs)
     )
     assert sum(int(at.sum()) for at in found.at.values()) == gangs
 
@@ -116,8 +116,8 @@ def test_options_that_no_better_plan_has_are_left_out() -> None:
 
 def options_below(encoded: Encoded, cost: float) -> NDArray[np.int64]:
     """What the search considers once there is a plan of that cost."""
-    choice = Rebuilder(encoded)._below(cost).choice
-    return np.sort(choice[choice >= 0])
+    options = Rebuilder(encoded).choices_below(cost).options
+    return np.sort(options[options >= 0])
 
 
 @settings(max_examples=5, deadline=None)
@@ -132,10 +132,10 @@ def test_the_same_is_found_every_time(rng: Random) -> None:
     if found[0] is None or found[1] is None:
         assert found[0] is found[1]
         return
-    assert np.array_equal(found[0].loads, found[1].loads)
+    assert np.array_equal(found[0].load, found[1].load)
     assert np.array_equal(found[0].counts, found[1].counts)
     assert found[0].at.keys() == found[1].at.keys()
-    assert all(np.array_equal(found[0].at[block], found[1].at[block]) for block in found[0].at)
+    assert all(np.array_equal(found[0].at[kind], found[1].at[kind]) for kind in found[0].at)
 
 
 def test_it_mends_a_bad_packing() -> None:
@@ -146,7 +146,7 @@ def test_it_mends_a_bad_packing() -> None:
     (found,) = Rebuilder(encoded).run([start], 40000, lambda: False)
     assert found is not None
     # Within 15% of the work that there is at the least, shared out evenly.
-    least = np.minimum.reduceat(encoded.total_load, [span.start for span in encoded.group_options])
+    least = np.minimum.reduceat(encoded.total[:, 0], encoded.starts)
     assert found.cost < 1.15 * float(least @ encoded.sizes) / encoded.ranks
     assert found.cost < 0.7 * start.cost
 

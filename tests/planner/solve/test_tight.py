@@ -78,17 +78,17 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
     """From anywhere: each table in four parts, on ranks at random."""
     encoded = encode(planted(rng, 8))
     memory = by_memory(encoded)
-    counts = np.zeros(len(encoded.options), dtype=np.int64)
+    counts = np.zeros(len(encoded.base), dtype=np.int64)
     counts[[span.stop - 1 for span in encoded.group_options]] = encoded.sizes
     start = Packing(memory, counts)
-    for block, count in demand(encoded, counts).items():
+    for kind, count in demand(encoded, counts).items():
         for _ in range(count):
-            start.put(block, rng.randrange(encoded.ranks))
+            start.put(kind, rng.randrange(encoded.ranks))
     found = start if start.cost <= 1 else Rebuilder(memory).run([start], 80000, lambda: False, floor=1.0)[0]
     assert found is not None
     packing = Packing.fitting(encoded, found.counts, found.gangs)
     assert packing is not None
-    np.testing.assert_allclose(found.loads * encoded.capacity[0], packing.memory[:, 0])
+    np.testing.assert_allclose(found.load[:, 0] * encoded.capacity[0], packing.load[:, 1])
 
 
 @settings(max_examples=2, deadline=None)
@@ -102,7 +102,7 @@ def test_first_packings_fit_and_hold_each_table(rng: Random) -> None:
     for packing in found:
         assert packing.fits()
         assert [packing.counts[span.start : span.stop].sum() for span in encoded.group_options] == [*encoded.sizes]
-        assert {block: at.sum() for block, at in packing.at.items()} == demand(encoded, packing.counts)
+        assert {kind: at.sum() for kind, at in packing.at.items()} == demand(encoded, packing.counts)
 
 
 def test_tables_are_cut_to_fill_what_others_leave() -> None:
@@ -123,7 +123,7 @@ def test_what_greedy_packing_misses() -> None:
     encoded = encode(Problem(ranks=2, capacity=(10.001,), tables=tables))
     memory = by_memory(encoded)
     start = Packing(memory, encoded.sizes)
-    by_size = sorted(demand(encoded, encoded.sizes), key=lambda block: -encoded.blocks[block].memory[0, 0])
+    by_size = sorted(demand(encoded, encoded.sizes), key=lambda kind: -encoded.kinds[kind].size[0, 1])
     for block, rank in zip((by_size[0], by_size[1], by_size[1], by_size[2]), (0, 0, 1, 1), strict=True):
         start.put(block, rank)
     assert start.cost > 1

@@ -171,6 +171,6 @@ def sharded_as_trained(run: RunFolder) -> ShardedModel:
     """The run's model, without averages."""
     from shardrec.trainer.run.model import build_model, fuse_optimizer
 
-    model = build_model(run.config, run.schema)
+    model = build_model(run.config, run.spec.schema_)
     fuse_optimizer(model, run.config)
     return shardrec.shard(model)

@@ -197,7 +197,7 @@ def test_every_option_has_a_help_line() -> None:
 )
 def test_checkpoints_by_steps_or_minutes(given: Any, steps: int | None, seconds: float | None) -> None:
     config = TrainConfig(checkpoint_every=given)
-    assert (config.output.checkpoint_steps, config.output.checkpoint_seconds) == (steps, seconds)
+    assert config.output.checkpoint_interval == (steps, seconds)
     assert config.allowed_restarts == 3
 
 
