@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,10 @@ def configs_of(collection: Collection) -> list[BaseEmbeddingConfig]:
     return configs
 
 
-def tables_of(collection: Collection) -> nn.ModuleDict:
+def tables_of(collection: Collection) -> dict[str, Any]:
     """The modules of a collection's tables, by the tables' own names."""
-    tables: nn.ModuleDict
-    tables = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
-    return tables
+    pooled = isinstance(collection, EmbeddingBagCollection)
+    return dict((collection.embedding_bags if pooled else collection.embeddings).items())
 
 
 def default_device(model: nn.Module, group: dist.ProcessGroup | None = None) -> torch.device:

@@ -156,9 +156,9 @@ def value_checksums(collection: Collection) -> dict[str, int]:
     """A checksum per table of its first values: of rows at equal distances, at most 1 MiB of a table, so that it costs
     little for any table, and notices other seeds and files, but not every single row of a larger table. It is 0 on
     meta, where a rank of another seed draws its own part: random values like any others."""
-    checksums = {}
+    checksums, tables = {}, tables_of(collection)
     for config in configs_of(collection):
-        weight = tables_of(collection)[config.name].weight.detach()
+        weight = tables[config.name].weight.detach()
         checksums[config.name] = 0
         if not weight.is_meta:
             rows = weight[:: -(-weight.nbytes // 2**20) or 1].cpu().contiguous()

@@ -41,7 +41,7 @@ from shardrec.modules.fsdp import cut_whole_values, let_go_of_whole_parameters
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.grad_scaler import watch_scalers
 from shardrec.modules.in_backward import copy_in_backward, dense_in_backward, has_gradient_hooks, steps_in_backward
-from shardrec.modules.inventory import Item, Kind, RowState, items, row_states
+from shardrec.modules.inventory import Item, items
 from shardrec.modules.inventory import copied as copied_collection
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.overrides import copy_hooks
@@ -360,25 +360,6 @@ class ShardedModel(nn.Module):
     def inventory(self) -> list[Item]:
         """What the model holds besides the values of tables' rows (:mod:`shardrec.modules.inventory`)."""
         return list(items(self.module, self._sharded, self.made_fused_optimizer))
-
-    def _weights(self) -> Iterator[tuple[ShardedTable, Tensor]]:
-        """This rank's shards per table, to average them over copies, and the averages of their rows. Data-parallel
-        tables, which are equal on all ranks, have none."""
-        for collection in self._sharded:
-            for rows in collection.keep_averages(collection.averages) if collection.averages else ():
-                rows.settle_averages()  # they are equal in all copies but for their values
-        for state in self._row_states(Kind.WEIGHT, Kind.AVERAGE):
-            if state.dtype.is_floating_point:
-                yield from ((state.table, weight) for shard, weight in state.tensors.items() if shard is not None)
-
-    def _states(self) -> Iterator[Tensor]:
-        for state in self._row_states(Kind.FUSED):
-            yield from (part for shard, part in state.tensors.items() if shard is not None)
-
-    def _row_states(self, *kinds: Kind) -> Iterator[RowState]:
-        """What this rank holds of these kinds, to write it."""
-        states = (state for collection in self._sharded for state in row_states(collection, to_write=True))
-        return (state for state in states if state.kind in kinds)
 
     servers = 0
     """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""

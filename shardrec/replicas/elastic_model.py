@@ -33,9 +33,8 @@ from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.inventory import Item, Kind
-from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic import ElasticGroup, Phase
-from shardrec.replicas.replicas import Replicas, trained
+from shardrec.replicas.replicas import ModelOfCopies, Replicas
 from shardrec.step.context import ModelContext
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 _SYNC = "sync_replicas"
 
 
-class ElasticModel(ShardedModel):
+class ElasticModel(ModelOfCopies):
     """The result of :func:`shardrec.shard` with ``replicas=Replicas(..., elastic=...)``: a :class:`ShardedModel` that
     is trained together with the replicas of other jobs, which may die and come back.
 
@@ -180,8 +179,7 @@ class ElasticModel(ShardedModel):
         self._is_in_step = True
 
     def _average_tables(self) -> None:
-        states = self._states() if self._options.sync_optimizer else ()
-        self._group.average_tables([*trained(self._weights()), *states])
+        self._group.average_tables(self._averaged(self._options))
         self._since_sync = 0
 
     @torch.no_grad()

@@ -28,6 +28,8 @@ from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.peers import peers
 from shardrec.exchange.subgroups import end_with, subgroup
+from shardrec.modules.inventory import Kind, RowState, row_states
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
 
 _BUCKET_BYTES = 64 * 2**20
@@ -224,6 +226,29 @@ def spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
         part.copy_(values)
 
 
-def trained(weights: Iterable[tuple[ShardedTable, Tensor]]) -> Iterator[Tensor]:
-    """The weights of tables that were not frozen when they were sharded: only these can have been trained since."""
-    return (weight for table, weight in weights if any(was_trained for *_, was_trained in table.kept))
+class ModelOfCopies(ShardedModel):
+    """A sharded model with copies of its tables elsewhere. It has the same state as they have, to write it."""
+
+    def _row_states(self, *kinds: Kind) -> Iterator[RowState]:
+        """What this rank holds of these kinds."""
+        states = (state for collection in self._sharded for state in row_states(collection, to_write=True))
+        return (state for state in states if state.kind in kinds)
+
+    def _weights(self) -> Iterator[tuple[ShardedTable, Tensor]]:
+        """This rank's shards per table, and the averages of their rows. Data-parallel tables, which are equal on all
+        ranks, have none."""
+        for collection in self._sharded:
+            for rows in collection.keep_averages(collection.averages) if collection.averages else ():
+                rows.settle_averages()  # they are then of the same step in all copies
+        for state in self._row_states(Kind.WEIGHT, Kind.AVERAGE):
+            if state.dtype.is_floating_point:
+                yield from ((state.table, weight) for shard, weight in state.tensors.items() if shard is not None)
+
+    def _states(self) -> Iterator[Tensor]:
+        for state in self._row_states(Kind.FUSED):
+            yield from (part for shard, part in state.tensors.items() if shard is not None)
+
+    def _averaged(self, options: Replicas) -> list[Tensor]:
+        """What is averaged over the copies. A table that was frozen when it was sharded cannot have been trained."""
+        weights = (weight for table, weight in self._weights() if any(trains for *_, trains in table.kept))
+        return [*weights, *(self._states() if options.sync_optimizer else ())]

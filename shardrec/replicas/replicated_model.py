@@ -32,12 +32,11 @@ from shardrec.exchange.headers import Headers, is_own, is_shared, quoted
 from shardrec.exchange.subgroups import end_with
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
-from shardrec.modules.sharded_model import ShardedModel
-from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas, trained
+from shardrec.replicas.replicas import Averager, ModelOfCopies, ReplicaGroups, Replicas
 from shardrec.step.context import ModelContext
 
 
-class ReplicatedModel(ShardedModel):
+class ReplicatedModel(ModelOfCopies):
     """The result of :func:`shardrec.shard` with ``replicas``: a :class:`ShardedModel` with several copies of its
     tables.
 
@@ -180,8 +179,7 @@ class ReplicatedModel(ShardedModel):
     @left_alone
     def _average_copies(self) -> None:
         if self._averager is not None:
-            states = self._states() if self.replica_options.sync_optimizer else ()
-            self._averager.average([*trained(self._weights()), *states])
+            self._averager.average(self._averaged(self.replica_options))
         self.steps_since_sync = 0
 
     @contextmanager

@@ -28,7 +28,7 @@ from shardrec.ids.maps import IdMaps
 from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout, cuts
 from tests.compiled_kernels import compile_kernels
-from tests.cuda_double import INTERPRETS_TRITON
+from tests.cuda_double import INTERPRETS_TRITON, cuda_double, cuda_is_there
 from tests.plans import randoms
 
 pytestmark = [
@@ -246,3 +246,27 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     compile_kernels(
         "shardrec.ids.map_kernels", types, [*finds, ("emit", {"BLOCK": 256}), ("stamp", {"BLOCK": 256})], tmp_path
     )
+
+
+def test_lookups_on_several_streams_wait_for_each_other() -> None:
+    """A copy that one of them makes, of maps that were written on the host, is read by the next one."""
+    layout = cuts.table_wise("t", 8, 4, rank=0)
+    slots = [Slot(lookup=0, shard=layout.shards[0], unit=0, block=0, group=0)]
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        id_maps = IdMaps(slots, {"t": DynamicIds()}, {"t": layout}, lambda *_: None, torch.device("cuda", 0))
+        shard_input = ShardInput(
+            lengths=torch.ones((1, 3), dtype=torch.int32).cuda(),
+            ids=torch.tensor([1, 2, 3]).cuda(),
+            weights=None,
+            batch_sizes=(3,),
+            group_ids=(3,),
+            counts=((3,),),
+            slot_sizes=(None,),
+        )
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        id_maps(shard_input, False)
+        with torch.cuda.stream(side):
+            id_maps.find_rows(shard_input)
+        assert side.waits_for[main] > 0  # type: ignore[attr-defined,index]
+        id_maps(shard_input, False)
+        assert main.waits_for[side] > 0  # type: ignore[attr-defined,index]
