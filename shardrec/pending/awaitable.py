@@ -297,11 +297,6 @@ class Chained(LazyAwaitable[V]):
         return self._function is not None and all(parent.done() for parent in self._parents)
 
 
-def as_it_is(value: V) -> V:
-    """The value itself."""
-    return value
-
-
 class LazyGetItemMixin(Generic[KT, VT_co]):
     """Makes ``lazy[key]`` an awaitable of the item, without waiting for the collection.
 

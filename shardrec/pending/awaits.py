@@ -32,7 +32,7 @@ import torch
 from torch.futures import Future
 
 from shardrec._torchscript import compiled_nowait, compiles_to
-from shardrec.pending.awaitable import Awaitable, Chained, LazyAwaitable, LazyNoWait, as_it_is
+from shardrec.pending.awaitable import Awaitable, Chained, LazyAwaitable, LazyNoWait
 from shardrec.pending.once import Once
 
 W = TypeVar("W")
@@ -213,7 +213,7 @@ def as_lazy(pending: object) -> LazyAwaitable[Any]:
     if isinstance(pending, torch._C._Await):
         return _LazyAwait(partial(torch.jit._awaitable_wait, pending))
     if isinstance(pending, (Awaitable, torch._C.Future)):
-        return Chained(as_it_is, pending)
+        return Chained(lambda value: value, pending)
     return LazyNoWait(pending)
 
 

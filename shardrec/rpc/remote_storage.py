@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardrec.checkpoint.parts import Rect
 from shardrec.errors import ConfigError
 from shardrec.layout import TableLayout
 from shardrec.lookup.deferred import DeferredGradients
@@ -43,11 +44,11 @@ class RemoteTable(ShardedTable):
         collectives, layout = self._collectives, self.layout
         collectives.wait_for_updates()
         for shard in () if collectives.rank else layout.shards:
-            rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
-            part = value[shard.row_start : shard.row_end, shard.col_start : shard.col_end]
+            rect = Rect.of(shard)
+            part = value[rect.row_start : rect.row_end, rect.col_start : rect.col_end]
             values = torch.empty(part.shape, dtype=self.dtype).copy_(part)  # in memory of its own, which RPC sends
             server = shard.rank - collectives.trainers.world_size
-            collectives.servers.call_replicas(server, "write", layout.name, rect, values)
+            collectives.servers.call_replicas(server, "write", layout.name, [*rect], values)
 
 
 class RemoteShards(ShardLookup):

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from shardrec.checkpoint import load_checkpoint
+from shardrec.checkpoint.parts import Rect
 from shardrec.checkpoint.save import Written, write_part
 from shardrec.checkpoint.state import table_tensors
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
-from shardrec.layout import Shard, ShardingPlan
+from shardrec.layout import ShardingPlan
 from shardrec.layout.discover import collections_of, table_shapes
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.memory import keep_large_blocks
@@ -324,7 +325,7 @@ class EmbeddingServer:
         """
         collection, name = self._owner(table)
         tensors = collection.fused_state(name, state) if state else collection.tables()[name].tensors()
-        return [(_rect(shard), values.cpu().clone()) for shard, values in tensors.items() if shard is not None]
+        return [([*Rect.of(shard)], values.cpu().clone()) for shard, values in tensors.items() if shard is not None]
 
     def write(self, table: str, rect: list[int], values: Tensor) -> int:
         """Set a shard's weights, rounded to the table's dtype.
@@ -336,7 +337,7 @@ class EmbeddingServer:
         """
         collection, name = self._owner(table)
         for shard, weight in collection.tables()[name].tensors(to_write=True).items():
-            if shard is not None and _rect(shard) == rect and tuple(values.shape) == tuple(weight.shape):
+            if shard is not None and [*Rect.of(shard)] == rect and tuple(values.shape) == tuple(weight.shape):
                 weight.copy_(values)
                 return 0
         raise InputError(f"table {table!r} has no shard {rect} of shape {tuple(values.shape)} on server {self.rank}")
@@ -456,7 +457,3 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
                     "apply_optimizer_in_backward, or freeze it"
                 )
     return ""
-
-
-def _rect(shard: Shard) -> list[int]:
-    return [shard.row_start, shard.row_end, shard.col_start, shard.col_end]

@@ -265,7 +265,7 @@ class CostModel:
     def _sent_ids(self, table: TableLoad) -> float:
         """Ids that one rank sends for a table: all, or each distinct one once."""
         ids = self.batch_size * table.ids_per_sample
-        return table.distinct(ids) if table.sends_distinct_ids else ids
+        return table.distinct(ids) if table.dedup and not table.pooled else ids
 
     def _rows(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
         """ns of the lookup of rows, and of their update."""

@@ -103,11 +103,6 @@ class TableLoad:
         """Ids of a sample over all features."""
         return sum(self.poolings)
 
-    @property
-    def sends_distinct_ids(self) -> bool:
-        """Whether an id that comes again in a rank's batch is not sent again."""
-        return self.dedup and not self.pooled
-
     def share(self, start: int, end: int) -> float:
         """The part of the table's ids that are in rows ``[start, end)``."""
         if self.histogram is None:

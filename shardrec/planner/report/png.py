@@ -32,12 +32,10 @@ def to_png(plan: ShardingPlan, path: str | Path) -> None:
 def picture(shown: Content, heading: str = "") -> bytes:
     """The charts of a plan's report as a PNG file."""
     # The object interface: no window, no global state, no change of the caller's backend.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     width = min(16.0, max(7.0, 3.5 + 0.16 * len(shown.charts[0].bars)))
     figure = Figure(figsize=(width, 3.4 * len(shown.charts) + 0.9 * bool(heading)), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(heading, fontsize=10)
     for number, chart in enumerate(shown.charts):
         _bars(figure.add_subplot(len(shown.charts), 1, number + 1), chart)

@@ -13,7 +13,7 @@ of all kinds, O options, G groups, C most options of a group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -63,19 +63,6 @@ class Sharpness:
         )
 
 
-class _Limits(NamedTuple):
-    """What :meth:`Batch.put` was told."""
-
-    sharpness: Sharpness
-    budget: Floats | None
-    best_fit: bool
-
-    @property
-    def apart(self) -> bool:
-        """Whether equal gangs go to different places, if there are enough."""
-        return self.budget is None or self.best_fit
-
-
 class Batch:
     """Proposals.
 
@@ -111,12 +98,11 @@ class Batch:
             self.load[:, dim] -= off.reshape(-1, wide)
             self.base[:, dim] -= np.bincount(proposal, self.encoded.base[option, dim], minlength=len(self.load))
 
-    def fill(self, options: Ints, sharpness: Sharpness, budget: Floats, *, tries: int, best_fit: bool = True) -> Ints:
+    def fill(self, options: Ints, budget: Floats, *, tries: int, best_fit: bool = True) -> Ints:
         """Put a table on in each proposal, with the first of its options for which there are places below a budget.
 
         Args:
             options: (B, C), -1 for none.
-            sharpness: as for :meth:`put`.
             budget: (B,) load of the items of a rank.
             tries: options that are put on to see whether their gangs find places.
             best_fit: as for :meth:`put`.
@@ -132,7 +118,7 @@ class Batch:
             option = np.where(fits[row_numbers, first], options[row_numbers, first], -1)
             if not (option >= 0).any():
                 break
-            done = self.put(option, sharpness, budget, best_fit=best_fit)
+            done = self.put(option, budget, best_fit=best_fit)
             chosen[done] = option[done]
             fits[done] = False
             fits[row_numbers, first] = False
@@ -169,23 +155,23 @@ class Batch:
             fits &= ~used | (free >= np.minimum(needed, encoded.ranks))
         return fits
 
-    def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
+    def put(self, option: Ints, goal: Sharpness | Floats, *, best_fit: bool = True) -> Bools:
         """Put a table on in each proposal. Nothing is done where a gang fits nowhere.
 
         Args:
             option: (B,) that the table takes; -1: none.
-            sharpness: gangs go where this soft maximum grows least.
-            budget: (B,) load of items that no rank may exceed. Gangs go where they leave the least of it.
+            goal: gangs go where this soft maximum grows least; or (B,) a load of items that no rank may exceed, of
+                which they leave the least.
             best_fit: or the most, if not.
 
         Returns:
             (B,) whether the table is on.
         """
-        encoded, limits = self.encoded, _Limits(sharpness, budget, best_fit)
+        encoded = self.encoded
         tried = self.alive & (option >= 0)
         done, rows, before = tried.copy(), np.flatnonzero(tried), len(self._placed)
         self.base[rows] += encoded.base[option[rows]]
-        if budget is not None:
+        if not isinstance(goal, Sharpness):
             memory = self.load[rows, 1:, : encoded.ranks].max(axis=2) + self.base[rows, 1:]
             done[rows] = (memory <= encoded.limit).all(axis=1)
         run_kind, run_count = encoded.runs
@@ -198,7 +184,7 @@ class Batch:
             count, family = run_count[option[rows], run], encoded.kind_family[kind]
             for number in range(len(encoded.families)):
                 if len(mine := np.flatnonzero(family == number)):
-                    done[self._put_run(number, rows[mine], kind[mine], count[mine], limits)] = False
+                    done[self._put_run(number, rows[mine], kind[mine], count[mine], goal, best_fit)] = False
         failed = tried & ~done
         if failed.any():
             self.base[failed] -= encoded.base[option[failed]]
@@ -210,18 +196,22 @@ class Batch:
                 self._placed[index] = step, at[~off], kinds[~off], place[~off]
         return done
 
-    def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
+    def _put_run(
+        self, number: int, rows: Ints, kind: Ints, count: Ints, goal: Sharpness | Floats, best_fit: bool
+    ) -> Ints:
         """Put equal gangs on in each of some proposals. Those in which they do not fit, where some may be on."""
         family, failed = self.encoded.families[number], []
+        # Equal gangs go to different places, if there are enough.
+        apart = isinstance(goal, Sharpness) or best_fit
         while len(rows):
-            score = self._scores(family, rows, kind, limits)
+            score = self._scores(family, rows, kind, goal, best_fit)
             # Equal gangs with places that share ranks go to different hosts in one move. With fewer hosts, some gangs
             # share a host.
             cluster = np.zeros((len(rows), 0), dtype=np.int64)
             if family.clusters is not None:
                 score, cluster = _best_of(score, family.clusters[self.encoded.kind_set[kind]])
             free = np.count_nonzero(score < np.inf, axis=1)
-            placed_count = np.minimum(count, score.shape[1] if limits.apart else free)
+            placed_count = np.minimum(count, score.shape[1] if apart else free)
             good = (placed_count > 0) & (free >= placed_count)
             which = np.repeat(np.arange(len(rows)), np.where(good, placed_count, 0))
             if (placed_count <= 1).all():
@@ -238,9 +228,9 @@ class Batch:
             rows, kind, count = rows[more], kind[more], (count - placed_count)[more]
         return np.concatenate(failed)
 
-    def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
+    def _scores(self, family: Family, rows: Ints, kind: Ints, goal: Sharpness | Floats, best_fit: bool) -> Floats:
         """(n, P) per place, the less the better. Infinite where a gang does not fit."""
-        encoded, (sharpness, budget, best_fit) = self.encoded, limits
+        encoded = self.encoded
         load, sets = self.load[rows, 0], encoded.kind_set[kind]
         places = None if family.anywhere else family.places[sets]
         item = encoded.kind_first[kind][:, None] if places is None else self._item(kind, places.shape[2])
@@ -260,17 +250,17 @@ class Batch:
             return enough
 
         free: Bools = np.array(True)
-        if budget is not None:
-            left = budget[rows, None] - load
+        if not isinstance(goal, Sharpness):
+            left = goal[rows, None] - load
             free = fits(left, 0)
             score = at(left) if index is None else at(left).sum(axis=2)
             score = score if best_fit else -score
-        elif family.anywhere and not sharpness.soft[rows].any():
+        elif family.anywhere and not goal.soft[rows].any():
             # The soft maximum grows least where the load is least.
             score = at(load)
         else:
-            exponent = sharpness.exponent[rows, None]
-            steep = exponent / sharpness.cost[rows, None]
+            exponent = goal.exponent[rows, None]
+            steep = exponent / goal.cost[rows, None]
             term = np.exp(np.minimum(steep * (load + self.base[rows, :1]) - exponent, _STEEPEST))
             grown = np.expm1(np.minimum(steep * size[:, :, 0], _STEEPEST))
             score = at(term) * grown if index is None else np.einsum("npw,nw->np", at(term), grown)
@@ -281,9 +271,9 @@ class Batch:
                 continue
             # What takes no bytes may go to a rank that has too many.
             space = np.maximum(most[:, None] - memory, 0.0)
-            if budget is None:
+            if isinstance(goal, Sharpness):
                 over = np.maximum(size[:, None, :, tier] - at(space).reshape(*score.shape, -1), 0.0).sum(axis=2)
-                score = score + over * (sharpness.weight[rows] / max(limit, 1.0))[:, None]
+                score = score + over * (goal.weight[rows] / max(limit, 1.0))[:, None]
             else:
                 free = free & fits(space, tier)
         if family.missing is not None:

@@ -164,8 +164,7 @@ class Rebuilder:
         load = np.zeros((count, encoded.base.shape[1], encoded.ranks + 1))
         base = np.tile(least[encoded.group].sum(axis=0), (count, 1))
         batch, order = Batch(encoded, load, base), np.stack(orders)
-        options, nothing = np.zeros(order.shape, dtype=np.int64), np.zeros(count)
-        sharpness = Sharpness(cost=nothing, exponent=nothing, weight=nothing, soft=nothing > 0)
+        options = np.zeros(order.shape, dtype=np.int64)
         for step in range(order.shape[1]):
             if not batch.alive.any() or (step % _ASKED == _ASKED - 1 and stop()):
                 return [None] * count
@@ -174,7 +173,7 @@ class Rebuilder:
             considered, filled = choices.options[group, : int(choices.counts[group].max())], np.full(count, -1)
             for first in range(0, considered.shape[1], _AT_ONCE):
                 part = np.where((filled < 0)[:, None], considered[:, first : first + _AT_ONCE], -1)
-                option = batch.fill(part, sharpness, budgets, tries=_AT_ONCE, best_fit=False)
+                option = batch.fill(part, budgets, tries=_AT_ONCE, best_fit=False)
                 filled = np.where(option >= 0, option, filled)
                 if (filled >= 0)[batch.alive].all():
                     break

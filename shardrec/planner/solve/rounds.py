@@ -133,7 +133,7 @@ class Round:
             group = self.encoded.group[table]
             drawn = np.sort(self.rng.random((len(table), _OPTIONS)) ** 2, axis=1) * choices.counts[group][:, None]
             options = np.where((table >= 0)[:, None], choices.options[group[:, None], drawn.astype(np.int64)], -1)
-            option = self.batch.fill(options, self.sharpness, self.budget, tries=_TRIES)
+            option = self.batch.fill(options, self.budget, tries=_TRIES)
             left = np.where((option < 0) & (table >= 0), states.option[self.search, table], -1)
             done = self.batch.put(left, self.sharpness) | (option >= 0)
             self._step(table, np.maximum(option, left), done)

@@ -110,17 +110,10 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
         errors = [abs(e) for workloads, measured in runs for e in relative_errors(fitted, workloads, measured)]
         score = float(np.mean(np.square(np.minimum(errors, 1.0))))
         if best is None or score < best[0]:
-            best = score, replace(fitted, errors=_summary(errors))
+            percents = {"median_percent": round(100 * median(errors), 2), "worst_percent": round(100 * max(errors), 2)}
+            best = score, replace(fitted, errors={**percents, "times": float(len(errors))})
     assert best is not None, "there are candidates"
     return best[1]
-
-
-def _summary(errors: Sequence[float]) -> dict[str, float]:
-    return {
-        "median_percent": round(100 * median(errors), 2),
-        "worst_percent": round(100 * max(errors), 2),
-        "times": float(len(errors)),
-    }
 
 
 def _solved(

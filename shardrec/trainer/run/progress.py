@@ -172,7 +172,7 @@ class Progress:
     def load(self, state: Mapping[str, Any], rows: int) -> None:
         """Continue from the result of :meth:`state`."""
         for name in _KEPT:
-            setattr(self, name, state.get(name))
+            setattr(self, name, state[name])
         self.loss.load(state["loss"])
         for name, mean in self.grad_norms.items():
             mean.load(state["grad_norms"][name])

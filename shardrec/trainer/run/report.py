@@ -238,12 +238,10 @@ def write_curve(report: RunReport, path: Path) -> None:
 
     Beside another loss than cross entropy stands no held-out logloss, and for rows in groups there is GAUC.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     samples = [point.samples for point in report.curve]
     trained = [(point.samples, point.train_loss) for point in report.curve if point.train_loss is not None]
@@ -274,7 +272,7 @@ def write_curve(report: RunReport, path: Path) -> None:
         axes.ticklabel_format(axis="y", useOffset=False)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500000 as 1.5M
     figure.suptitle(f"{report.final_rows}: {summary_line(report)}")
-    canvas.print_figure(path, dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def _held_out(axes: Axes, report: RunReport, samples: Sequence[int], name: str) -> None:

@@ -78,7 +78,7 @@ class Saver:
         begin again from the seed.
 
         Raises:
-            ConfigError: if it is one of a run with other options, or of the middle of an older version's epoch.
+            ConfigError: if it is one of a run with other options.
             DataError: if it is one of a run with other files.
             CheckpointError: if all of them are damaged.
         """
@@ -91,18 +91,17 @@ class Saver:
             plan = ShardingPlan.from_json(saved_plan)  # which --replan may have changed since plan.json was written
             if plan.world_size == self._place.world_size and plan != self._run.model.plan:
                 self._run.model.reshard(plan, self._run.optimizer)
-        feed, rank_state = loaded.extra.get("feed"), loaded.rank_state
+        feed, rank_state = loaded.extra["feed"], loaded.rank_state
         if feed is not None:
             self._run.source.seek(feed[0], in_arrival=feed[1], latest=float(rank_state.get("latest", NO_TIME)))
-        begun = bool(loaded.extra["progress"]["epoch_steps"])
-        self._run.source.check_resumes(loaded.extra.get("data"), in_epoch=begun)
+        self._run.source.check_resumes(loaded.extra["data"])
         samples, rank_info = int(loaded.extra["samples"]), self._place
         rows = samples * (rank_info.rank + 1) // rank_info.world_size - samples * rank_info.rank // rank_info.world_size
         self._progress.load(loaded.extra["progress"], rows=int(rank_state["rows"]) if rank_state else rows)
-        if feed is not None and begun and not feed[1]:
+        if feed is not None and self._progress.epoch_steps and not feed[1]:
             self._progress.next_epoch()
         self._run.source.load_left_out(loaded.extra["left_out"])
-        self._run.load_id_counts(loaded.extra.get("ids", {}))
+        self._run.load_id_counts(loaded.extra["ids"])
         if rank_state:
             torch.set_rng_state(rank_state["random"])
         if self._run.progressive is not None and "scored" in rank_state:

@@ -289,24 +289,18 @@ class Source:
         """The names and checksums of the files, for a checkpoint."""
         return {name: [[info.path, info.digest] for info in data.files] for name, data in self._files.items()}
 
-    def check_resumes(self, saved: Mapping[str, Any] | None, *, in_epoch: bool) -> None:
+    def check_resumes(self, saved: Mapping[str, Sequence[Sequence[str]]]) -> None:
         """Check that a run would continue with the rows that it was started with.
 
         Args:
-            saved: what :meth:`digests` gave. None in a checkpoint of an older version.
-            in_epoch: whether the checkpoint is of the middle of an epoch.
+            saved: what :meth:`digests` gave.
 
         Raises:
-            ConfigError: for the middle of an epoch of an older version, which read the rows in another order.
+            ConfigError: if a file was read in another order, by an older version.
             DataError: if a file is another.
         """
-        if saved is None and in_epoch and self._files:
-            raise ConfigError(
-                "the last checkpoint was written in the middle of an epoch by a version of shardrec that read files in "
-                "another order: continue with that version, or start a new run in another folder (--out)"
-            )
         for name, files in self.digests().items():
-            before = files if saved is None else saved.get(name, [])
+            before = saved.get(name, [])
             if len(files) != len(before):
                 raise DataError(
                     f"{name} has {len(files)} files and had {len(before)} when the run was started: give the same"

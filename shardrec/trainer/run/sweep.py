@@ -388,13 +388,12 @@ def sweep_table(sweep: Sweep) -> Table:
 
 def _draw(sweep: Sweep, path: Path) -> None:
     """Each setting's runs, their mean and deviation, the best setting on top."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = sorted((name for name in sweep.scores if sweep.scores[name]), key=lambda name: fmean(sweep.scores[name]))
     names = names if names[-1] == sweep.best else names[::-1]
     figure = Figure(figsize=(8, 1.5 + 0.3 * len(names)), layout="constrained")
-    canvas, axes = FigureCanvasAgg(figure), figure.subplots()
+    axes = figure.subplots()
     for place, scores in enumerate(sweep.scores[name] for name in names):
         axes.plot(scores, [place] * len(scores), ".", color="tab:gray")
         axes.errorbar(fmean(scores), place, xerr=stdev(scores) if len(scores) > 1 else 0, fmt="o", capsize=3)
@@ -403,4 +402,4 @@ def _draw(sweep: Sweep, path: Path) -> None:
     axes.set_title(f"best: {sweep.best}, {mean_and_deviation(sweep.scores[sweep.best])}")
     axes.grid(alpha=0.3)
     axes.ticklabel_format(axis="x", useOffset=False)
-    canvas.print_figure(path, dpi=120)
+    figure.savefig(path, dpi=120)
