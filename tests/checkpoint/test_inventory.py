@@ -389,20 +389,22 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("carrier", [*CARRIERS, *OTHERS])
-def test_a_carrier_in_inference_mode(carrier: str, tmp_path: Path) -> None:
+def test_carriers_in_inference_mode(tmp_path: Path) -> None:
+    """One after the other on the same models, which go on training."""
+
     def rank_main() -> None:
-        carry: Callable[..., Any] = (CARRIERS | OTHERS)[carrier]
         source, targets = trained(2, plan_of(0)), [trained(0, plan_of(first)) for first in range(2)]
         before = inference_tensors()
-        for inside in (True, False):
-            with torch.inference_mode(inside):
-                carried = carry(source, lambda plan: targets[plan != plan_of(0)], tmp_path / carrier)
-                assert not inference_tensors() - before
-            for model in dict.fromkeys([source, *targets, carried or source]):
-                step(model)
-            if carrier == "reshard":
-                source.reshard(plan_of(0))
+        carriers: dict[str, Callable[..., Any]] = CARRIERS | OTHERS
+        for carrier, carry in carriers.items():
+            for inside in (True, False):
+                with torch.inference_mode(inside):
+                    carried = carry(source, lambda plan: targets[plan != plan_of(0)], tmp_path / carrier)
+                    assert not inference_tensors() - before, carrier
+                for model in dict.fromkeys([source, *targets, carried or source]):
+                    step(model)
+                if carrier == "reshard":
+                    source.reshard(plan_of(0))
 
     ranks(2, rank_main)
 

@@ -78,23 +78,28 @@ def carried(carrier: str, model: ShardedModel, optimizers: list[Any], folder: Pa
 CARRIERS = ["checkpoint", "checkpoint before the wrapper", "checkpoint of a checkpoint", "deep copy", "reshard"]
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_warm_up_goes_on(carrier: str, tmp_path: Path) -> None:
+def warmed_up(steps: int) -> tuple[ShardedModel, list[Any]]:
+    """A model and its optimizers after some steps."""
+    model = make(CASE, CASE.plans[0])[0]
+    optimizers = [warm_up(model.fused_optimizer), warm_up(keyed(model))]
+    train(model, optimizers, range(steps))
+    return model, optimizers
+
+
+def test_a_warm_up_goes_on(tmp_path: Path) -> None:
+    """Through each carrier, before the first step and in the middle, as without it."""
+
     def rank_main() -> None:
-        expected = []
         for steps in (0, 4):
-            pair: list[Any] = []
-            for _ in range(2):
-                model = make(CASE, CASE.plans[0])[0]
-                optimizers = [warm_up(model.fused_optimizer), warm_up(keyed(model))]
-                train(model, optimizers, range(steps))
-                pair.append((model, optimizers))
-            other, of_other = carried(carrier, *pair[0], tmp_path / f"{carrier} {steps}")
-            expected = train(*pair[1], range(steps, steps + 3))
-            assert train(other, of_other, range(steps, steps + 3)) == pytest.approx(expected, rel=1e-5)
-            for each in of_other:
-                each.load_state_dict(each.state_dict())
-            assert {*of_other[1].params} == {"__warmup", *dict(in_backward_optimizer_filter(other.named_parameters()))}
+            expected = train(*warmed_up(steps), range(steps, steps + 3))
+            for carrier in CARRIERS:
+                other, of_other = carried(carrier, *warmed_up(steps), tmp_path / f"{carrier} {steps}")
+                losses = train(other, of_other, range(steps, steps + 3))
+                assert losses == pytest.approx(expected, rel=1e-5), carrier
+                for each in of_other:
+                    each.load_state_dict(each.state_dict())
+                trained = dict(in_backward_optimizer_filter(other.named_parameters()))
+                assert {*of_other[1].params} == {"__warmup", *trained}, carrier
 
     ranks(2, rank_main)
 

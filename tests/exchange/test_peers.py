@@ -89,7 +89,8 @@ def test_other_hosts_tell_who_is_gone() -> None:
 def test_a_rank_of_another_host_that_does_not_answer() -> None:
     def rank_main() -> str:
         rank = dist.get_rank()
-        with patch.object(module, "_process_host", lambda: f"host {rank}"):
+        hosts = patch.object(module, "_process_host", lambda: f"host {rank}")
+        with hosts, patch.object(module, "_LOOK_S", 0.2):
             with peers(None, "start"):
                 dist.barrier()
             store = dist.distributed_c10d._get_default_store()

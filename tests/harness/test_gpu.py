@@ -54,7 +54,10 @@ def test_parts_are_kept_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     commands = {
         "doctor": (["-c", "print('fine')"], 1.0),
         "tests": (["-c", "print('half'); raise SystemExit(3)"], 1.0),
-        "programs": (["-c", f"open({str(left)!r}, 'w').write('{{\"eager\": 7}}'); import time; time.sleep(60)"], 0.05),
+        "programs": (
+            ["-S", "-c", f"open({str(left)!r}, 'w').write('{{\"eager\": 7}}'); import time; time.sleep(60)"],
+            0.02,
+        ),
     }
     monkeypatch.setattr(gpu, "commands", lambda options: commands)
     names = ["--parts", "doctor", "tests", "programs", "--out", str(tmp_path)]
@@ -63,13 +66,13 @@ def test_parts_are_kept_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {name: one["ended"] for name, one in found.items()} == {
         "doctor": "",
         "tests": "ended with 3",
-        "programs": "was stopped after 0.05 minutes",
+        "programs": "was stopped after 0.02 minutes",
     }
     assert found["programs"]["left"] == {"eager": 7}, "what was there when the time was over"
     shown = (tmp_path / "gpu.md").read_text()
     assert "fine" in shown
     assert "- eager: 7" in shown
-    assert "Not whole: tests ended with 3; programs was stopped after 0.05 minutes." in shown
+    assert "Not whole: tests ended with 3; programs was stopped after 0.02 minutes." in shown
     commands["doctor"] = (["-c", "raise SystemExit(9)"], 1.0)
     commands["tests"] = commands["programs"] = (["-c", "print('whole now')"], 1.0)
     assert gpu.main([*names, "--resume"]) == 0, "what was whole is not run again"
@@ -111,6 +114,7 @@ def test_tests_that_have_passed_are_left_out(tmp_path: Path) -> None:
         "[gw1] [ 99%] PASSED test_it.py::test_xy\n"
     )
     environment = {**os.environ, "SHARDREC_PASSED": str(gpu._passed(tmp_path)), "PYTHONPATH": str(gpu._ROOT)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "-v", "-p", "benchmarks.gpu.unpassed", "-p", "no:cacheprovider"]
     given = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE}
     printed = subprocess.run([*command, "--rootdir", str(tmp_path), "test_it.py"], check=True, **given).stdout  # type: ignore[call-overload]

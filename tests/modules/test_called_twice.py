@@ -59,9 +59,15 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("executor", ["live script", "compiled"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "executor", "learned"),
+    [
+        (1, "live script", False),
+        (1, "compiled", True),
+        (2, "live script", True),
+        (2, "compiled", False),
+    ],  # each two together
+)
 def test_a_program_updates_once(count: int, executor: str, learned: bool) -> None:
     def run() -> None:
         rank, expected, model = dist.get_rank(), Twice(learned=learned), shardrec.shard(Twice(learned=learned))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
@@ -232,12 +233,15 @@ def test_a_rank_that_does_not_come_in_time(transport: str) -> None:
         model(features).values()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
         dist.barrier()
+        told = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            time.sleep(4)
+            told.wait(["told"])
             return "late"
-        with pytest.raises(PeerError, match="the header exchange") as caught:
+        late = pytest.raises(PeerError, match="the header exchange")
+        with late as caught, mock.patch.object(peers_module, "_LOOK_S", 0.2):
             model(features)
         assert_peer_error(caught.value)
+        told.set("told", "")
         assert re.search(r"waited for rank 1 \(its process \d+ runs\) to take part in the ", str(caught.value))
         return "told"
 
