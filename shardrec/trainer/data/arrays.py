@@ -69,6 +69,37 @@ def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(pa.list_(values, kind.list_size if types.is_fixed_size_list(kind) else -1))
 
 
+def whole_numbers(texts: pa.Array) -> pa.Array | None:
+    """Texts as int64 if each but nulls is what a whole number is written as: ``7``, not ``07`` or ``7.0``. Else None."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        numbers = texts.cast(pa.int64())
+    except pa.ArrowException:
+        return None
+    # pyarrow also takes 07 and -0, which are longer than what the number is written as, and 0x7.
+    values = numbers.drop_null().to_numpy()
+    sizes = np.abs(values).view(np.uint64)
+    most, digits = int(sizes.max(initial=0)), len(values) + np.count_nonzero(values < 0)
+    digits += sum(np.count_nonzero(sizes >= 10**place) for place in range(1, len(str(most))))
+    content = b"" if texts.buffers()[2] is None else texts.buffers()[2].to_pybytes()
+    is_short = digits == (pc.sum(pc.binary_length(texts)).as_py() or 0)
+    return numbers if is_short and b"x" not in content and b"X" not in content else None
+
+
+def finite_numbers(texts: pa.Array) -> pa.Array | None:
+    """Texts as float64 if each but nulls is a finite number. Else None."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        numbers = texts.cast(pa.float64())
+    except pa.ArrowException:
+        return None
+    return None if pc.all(pc.is_finite(numbers)).as_py() is False else numbers
+
+
 def mask(array: pa.BooleanArray) -> NDArray[np.bool_]:
     """Truth values (N,), none of them null."""
     return np.asarray(array.to_numpy(zero_copy_only=False), dtype=np.bool_)

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from shardrec import DataError
 from shardrec.files import replacing
-from shardrec.trainer.data.arrays import plain_column
+from shardrec.trainer.data.arrays import finite_numbers, is_text, plain, plain_column, whole_numbers
 from shardrec.trainer.data.fault import RowFault
 from shardrec.trainer.data.formats import file_kind, read_rows, undamaged
 from shardrec.trainer.data.spec import FeatureSpec
@@ -33,11 +33,21 @@ from shardrec.trainer.data.urls import path_of, stamp
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-_VERSION = 1
+_VERSION = 2
 """Of the form of converted files. Files of another are made again."""
 
-_FORM = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules", "sources")
+_Cast: TypeAlias = "Callable[[pa.Array], pa.Array | None]"
+
+_CASTS: Mapping[str, Sequence[_Cast]] = {
+    "ids": [whole_numbers],
+    "numbers": [whole_numbers, finite_numbers],
+    "texts": [],
+}
+"""What a column's texts may become in a converted file, by their form in a spec."""
+
+_FORM = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules", "forms")
 """What of a spec a converted file depends on."""
 
 
@@ -58,8 +68,10 @@ def counted(
         if target != folder / _name(info.path, spec):
             target.unlink()
             raise DataError(f"data file {info.path} has changed while it was read: let nothing write to it")
-    kept = {name: getattr(info, name) for name in ("kinds", "partitions", "first_line")}
-    return replace(parquet_info(str(target), info.path), **kept)
+    converted = parquet_info(str(target), info.path)
+    return replace(
+        converted, kinds={**converted.kinds, **info.kinds}, partitions=info.partitions, first_line=info.first_line
+    )
 
 
 def _name(path: str, spec: FeatureSpec) -> str:
@@ -99,35 +111,111 @@ def convert(
         DataError: for a row or a file that cannot be read.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     info = check_file(source, spec)
     names = [name for name in dict.fromkeys([*spec.sources, *columns]) if name not in info.partitions]
-    waiting: list[pa.Table] = []
-    rows, writer = 0, None
-    with replacing(target) as partial, ExitStack() as stack:
+    casts = {name: [*_CASTS[form]] for name, form in spec.forms.items()}
+    rows = 0
+    with replacing(target) as partial, closing(_RowGroups(partial, group_rows, typed=keep_faults)) as groups:
         for table, faults in _tables(info, spec, names, progress):
             for place, fault in faults.items() if not keep_faults else ():
                 raise DataError(f"{source}:{rows + place + info.first_line}: {fault}")
             if keep_faults:
-                table = _with_faults(table, faults)
+                table = _with_faults(_typed(table, casts), faults)
             for name, value in info.partitions.items() if not keep_faults else ():  # which the target's folders lack
                 table = table.append_column(name, pa.repeat(pa.scalar(value, pa.string()), len(table)))
-            if writer is None:
-                options = {"compression": "lz4", "dictionary_pagesize_limit": 1 << 18, "write_page_checksum": True}
-                writer = stack.enter_context(pq.ParquetWriter(partial, table.schema, **options))
-            waiting.append(table)
+            groups.add(table)
             rows += len(table)
-            count = sum(map(len, waiting))
-            if count >= group_rows:
-                whole = pa.concat_tables(waiting)
-                writer.write_table(whole.slice(0, count - count % group_rows), row_group_size=group_rows)
-                waiting = [whole.slice(count - count % group_rows)]
-        if writer is None or not (rows or keep_faults):
+        if not (rows or keep_faults):
             raise DataError(f"data file {source} has no rows: leave it out")
-        if any(map(len, waiting)):
-            writer.write_table(pa.concat_tables(waiting), row_group_size=group_rows)
+        groups.end()
     return rows
+
+
+class _RowGroups:
+    """Writes tables to a file of Parquet.
+
+    Where a table has texts in a column of numbers, the numbers before them become texts: row groups are written again.
+
+    Args:
+        path: the file.
+        rows: of a row group.
+        typed: whether columns of numbers are written in the form that is read the fastest.
+    """
+
+    def __init__(self, path: Path, rows: int, *, typed: bool) -> None:
+        self._path, self._rows, self._typed = path, rows, typed
+        self._waiting: pa.Table | None = None
+        self._writer: pq.ParquetWriter | None = None
+
+    def add(self, table: pa.Table) -> None:
+        import pyarrow as pa
+
+        if self._waiting is not None:
+            schema = _wider(self._waiting.schema, table.schema)
+            table = pa.concat_tables([each.cast(schema, safe=False) for each in (self._waiting, table)])
+        whole = len(table) - len(table) % self._rows
+        self._waiting = table.slice(whole)
+        if whole:
+            self._write(table.slice(0, whole))
+
+    def end(self) -> None:
+        """Write the rows that are left."""
+        if self._waiting is not None:
+            self._write(self._waiting)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, table: pa.Table) -> None:
+        import pyarrow.parquet as pq
+
+        if self._writer is not None and self._writer.schema != table.schema:
+            self._writer.close()
+            with pq.ParquetFile(self._path) as former:
+                self._path.unlink()  # and is read to its end
+                self._writer = self._opened(table.schema)
+                for group in range(former.num_row_groups):
+                    rows = former.read_row_group(group).cast(table.schema, safe=False)
+                    self._writer.write_table(rows, row_group_size=self._rows)
+        self._writer = self._writer or self._opened(table.schema)
+        if len(table):
+            self._writer.write_table(table, row_group_size=self._rows)
+
+    def _opened(self, schema: pa.Schema) -> pq.ParquetWriter:
+        import pyarrow.parquet as pq
+
+        options: dict[str, Any] = {"compression": "lz4"}
+        if self._typed:
+            numbers = {"int64": "DELTA_BINARY_PACKED", "double": "PLAIN"}
+            encodings = {field.name: numbers[str(field.type)] for field in schema if str(field.type) in numbers}
+            others = [leaf for name in schema.names if name not in encodings for leaf in (name, f"{name}.list.element")]
+            options = {"compression": dict.fromkeys(others, "lz4"), "use_dictionary": others}
+            options["column_encoding"] = encodings
+        options |= {"dictionary_pagesize_limit": 1 << 18, "write_page_checksum": True}
+        return pq.ParquetWriter(self._path, schema, **options)
+
+
+def _wider(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """The schema with the wider one of two types where they differ."""
+    import pyarrow as pa
+
+    order = [pa.int64(), pa.float64(), pa.string()]
+    pairs = zip(schema, other, strict=True)
+    return pa.schema([max(pair, key=lambda field: order.index(field.type)) if pair[0] != pair[1] else pair[0] for pair in pairs])
+
+
+def _typed(table: pa.Table, casts: Mapping[str, list[_Cast]]) -> pa.Table:
+    """The table with numbers in place of their texts. A cast that fails is not tried again for the column."""
+    for place, name in enumerate(table.column_names):
+        while casts[name] and is_text(table[name].type):
+            numbers = casts[name][0](plain(table[name]))
+            if numbers is None:
+                del casts[name][0]
+            else:
+                table = table.set_column(place, name, numbers)
+    return table
 
 
 def _tables(

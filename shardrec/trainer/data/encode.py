@@ -8,14 +8,13 @@ Legend: N rows, D dense features, F sparse features, V ids of one feature.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.trainer.data.arrays import is_list, is_null, is_number, is_text, mask, plain, whole
+from shardrec.trainer.data.arrays import finite_numbers, is_list, is_null, is_number, is_text, mask, plain, whole
 from shardrec.trainer.data.fault import Reason, RowFault, shown_scalar
 from shardrec.trainer.data.ids import (
     ID_WORDS,
@@ -221,12 +220,9 @@ def _numbers(
     import pyarrow.compute as pc
 
     array = plain(array)
+    if is_text(array.type) and (finite := finite_numbers(array)) is not None:
+        array = finite
     if is_text(array.type):
-        with suppress(pa.ArrowInvalid):  # which does not say where
-            values = np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False))
-            missing = np.isnan(values)  # as a null is now
-            if missing.sum() == array.null_count and not np.isinf(values).any():
-                return np.where(missing, 0.0, values), missing, np.zeros(len(array), np.bool_)
         array = present(array, spec.missing).cast(pa.large_binary())
         missing, zero = is_null(array), pa.scalar(b"0", pa.large_binary())
         for digit, words in ((b"1", _TRUE), (b"0", _FALSE)):

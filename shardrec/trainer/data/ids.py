@@ -20,7 +20,6 @@ Legend: V values of one column.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardrec.launch import has_operators
-from shardrec.trainer.data.arrays import is_null, is_text, mask, plain
+from shardrec.trainer.data.arrays import is_null, is_text, mask, plain, whole_numbers
 from shardrec.trainer.data.preprocess import mixed
 
 if TYPE_CHECKING:
@@ -52,14 +51,10 @@ def present(array: pa.Array | pa.ChunkedArray, missing: Sequence[str]) -> pa.Arr
 
 def are_whole(array: pa.Array) -> bool:
     """Whether an array (V,) is of numbers, or of texts that are whole numbers, but for nulls."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
-    if not is_text(array.type):
+    if not is_text(array.type) or whole_numbers(array) is not None:  # most columns, without a pattern
         return True
-    with suppress(pa.ArrowException):  # of most columns, without a pattern
-        if array.cast(pa.int64()).cast(array.type).equals(array):
-            return True
     return pc.all(pc.match_substring_regex(array, _WHOLE)).as_py() is not False
 
 

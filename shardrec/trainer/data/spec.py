@@ -402,6 +402,14 @@ class FeatureSpec(_Strict):
         return (*(feature.source for feature in features), *weights)
 
     @cached_property
+    def forms(self) -> Mapping[str, Literal["ids", "numbers", "texts"]]:
+        """How a converted file has the columns: ``ids`` as int64 if all are whole numbers, ``numbers`` also as float64,
+        and else as ``texts``, which lists and hexadecimal numbers always are."""
+        texts = {*self.list_sources, *(feature.source for feature in self.sparse if feature.coding == "hexadecimal")}
+        ids = {self.group, *(feature.source for feature in self.sparse if feature.coding != "buckets")}
+        return {name: "texts" if name in texts else "ids" if name in ids else "numbers" for name in self.sources}
+
+    @cached_property
     def label_sources(self) -> tuple[str, ...]:
         """The columns of the label or the tasks, and of the rows' weights."""
         names = [task.source for task in self.labels] or [self.label.column]

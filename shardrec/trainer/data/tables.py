@@ -57,7 +57,7 @@ class FileInfo:
         parquet: the file of Parquet that is read: the same, or what it is converted to; "" while it is not.
         digest: checksum of Parquet's footer; "" while the file is not converted.
         groups: rows of each row group, broken ones included.
-        kinds: what the values of each column of the spec are, of formats with types; "" for nulls only.
+        kinds: what the values of each column are, of a file of Parquet; "" for nulls only.
         partitions: columns that the names of its folders give, and their values. None for a missing one.
         missing: nulls per column, as far as the footer tells.
         first_line: the record of row 0; 1 for Parquet and archives, whose rows are counted.
@@ -169,7 +169,7 @@ def check_part(path: str, spec: FeatureSpec) -> FileInfo:
 def parquet_info(parquet: str, path: str) -> FileInfo:
     """What the footer of a file of Parquet tells, which has the rows of the file ``path``."""
     digest = _footer_digest(parquet)
-    metadata, leaves, _ = _footer(parquet, digest)
+    metadata, leaves, schema = _footer(parquet, digest)
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     missing = dict.fromkeys((leaf for leaf in leaves if "." not in leaf), 0)
     for group in groups:
@@ -183,7 +183,7 @@ def parquet_info(parquet: str, path: str) -> FileInfo:
         parquet=parquet,
         digest=digest if parquet == path else f"{digest}-rows",
         groups=tuple(group.num_rows for group in groups),
-        kinds={},
+        kinds={name: values_of(kind) for name, kind in zip(schema.names, schema.types, strict=True)},
         missing={name: count - broken for name, count in missing.items() if count > broken},
     )
 

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import chain, groupby
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import model_validator
@@ -73,6 +73,11 @@ class _Keyed(FeatureSpec):
     def sources(self) -> tuple[str, ...]:
         features = [feature for feature in self.features if feature.name not in self.absent]
         return tuple(dict.fromkeys((*self.keys, *sources_of(features))))
+
+    @cached_property
+    def forms(self) -> Mapping[str, Literal["ids", "numbers", "texts"]]:
+        """Keys are written as they are read."""
+        return {**super().forms, **dict.fromkeys(self.keys, "texts")}
 
     def completed(self, table: pa.Table) -> pa.Table:
         """The table with nulls in the columns that it lacks."""

@@ -63,7 +63,7 @@ def test_a_broken_row_is_told_with_file_line_field_value_and_remedy(folder: Path
     with pytest.raises(DataError) as caught:
         list(open_click_data(path, spec=SPEC, holdout=0.0).train_batches(0, 1, 4))
     assert str(caught.value) == (
-        f"{path}:12: field 'label': value '7' is not 0 or 1; correct it, or leave such rows out (on_bad_row: skip, "
+        f"{path}:12: field 'label': value 7 is not 0 or 1; correct it, or leave such rows out (on_bad_row: skip, "
         "--on-bad-row skip)"
     )
 

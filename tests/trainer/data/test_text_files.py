@@ -29,12 +29,13 @@ values = st.text(st.sampled_from('ab"\n, é1'), max_size=6)
 
 
 def columns_of(path: Path, spec: FeatureSpec, folder: Path) -> dict[str, list[str | None]]:
-    """The columns of a file as they are converted."""
+    """The columns of a file as they are converted, with numbers as they are written."""
     info = counted(check_file(str(path), spec), spec, folder)
     tables = [
         pa.table(block.table) for group in range(len(info.groups)) for block in read_blocks(info, spec, group=group)
     ]
-    return {name: [value for table in tables for value in table[name].to_pylist()] for name in spec.sources}
+    values = {name: [value for table in tables for value in table[name].to_pylist()] for name in spec.sources}
+    return {name: [None if value is None else str(value) for value in column] for name, column in values.items()}
 
 
 @given(
