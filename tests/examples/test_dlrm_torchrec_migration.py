@@ -38,23 +38,34 @@ def test_the_readme_shows_the_two_imports() -> None:
     assert shown_in(ROOT / "README.md") == shown_in(ROOT / "docs/migration.md")
 
 
-def test_losses_are_torchrec_s_and_the_next_run_continues(tmp_path: Path) -> None:
-    """Of 20 steps and of 10 more from the checkpoint, and of the INT8 model after each."""
+RUNS = ((12, 12), (18, 6))
+"""The last step of a run and of the next one, which goes on from the checkpoint, and how many steps each makes."""
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[float]]]:
+    """Of each run and rank, the losses of the steps and of the INT8 model after them, by TorchRec."""
+    folder = tmp_path_factory.mktemp("theirs")
+    return [ranks(2, before.train, folder / "checkpoint", steps) for steps, _ in RUNS]
+
+
+def assert_losses_equal(mine: list[list[float]], theirs: list[list[float]], trained: int) -> None:
+    for losses, expected in zip(mine, theirs, strict=True):
+        assert len(losses) == trained + 1
+        assert losses[:trained] == pytest.approx(expected[:trained], abs=1e-4)
+    assert mine[0][trained] == pytest.approx(theirs[0][trained], abs=2e-4)  # TorchRec's INT8 model is on rank 0 only
+
+
+def test_losses_are_torchrec_s_and_the_next_run_continues(tmp_path: Path, theirs: list[list[list[float]]]) -> None:
     means = []
-    for steps, trained in ((20, 20), (30, 10)):
-        theirs = ranks(2, before.train, tmp_path / "before", steps)
-        ours = ranks(2, after.train, tmp_path / "after", steps)
-        for losses, expected in zip(ours, theirs, strict=True):
-            assert len(losses) == trained + 1
-            assert losses[:trained] == pytest.approx(expected[:trained], abs=1e-4)
-        assert ours[0][trained] == pytest.approx(
-            theirs[0][trained], abs=2e-4
-        )  # TorchRec's INT8 model is on rank 0 only
+    for (steps, trained), expected in zip(RUNS, theirs, strict=True):
+        ours = ranks(2, after.train, tmp_path / "ours", steps)
+        assert_losses_equal(ours, expected, trained)
         means.append(sum(ours[0][:trained]) / trained)
     assert means[1] < means[0]
 
 
-def test_two_imports_move_the_program(tmp_path: Path) -> None:
+def test_two_imports_move_the_program(tmp_path: Path, theirs: list[list[list[float]]]) -> None:
     """As docs/migration.md changes them: TorchRec's planner, sharders, optimizers and quantization stay."""
     source = Path(before.__file__).read_text(encoding="utf-8")
     lines = [line[2:] for line in shown_in(ROOT / "docs/migration.md")]
@@ -68,13 +79,8 @@ def test_two_imports_move_the_program(tmp_path: Path) -> None:
         losses: list[float] = runpy.run_path(str(tmp_path / "program.py"))["train"](folder, steps)
         return losses
 
-    for steps in (10, 15):
-        theirs = ranks(2, before.train, tmp_path / "theirs", steps)
-        ours = ranks(2, train, tmp_path / "ours", steps)
-        assert [len(losses) for losses in ours] == [11 if steps == 10 else 6] * 2
-        for losses, expected in zip(ours, theirs, strict=True):
-            assert losses[:-1] == pytest.approx(expected[:-1], abs=1e-4)
-        assert ours[0][-1] == pytest.approx(theirs[0][-1], abs=2e-4)
+    for (steps, trained), expected in zip(RUNS, theirs, strict=True):
+        assert_losses_equal(ranks(2, train, tmp_path / "ours", steps), expected, trained)
 
 
 @pytest.mark.slow

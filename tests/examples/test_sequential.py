@@ -133,6 +133,7 @@ def test_from_a_raw_file_to_recommendations_in_six_commands(
         return servers.queue[-1]
 
     monkeypatch.setattr("shardrec.trainer.run.endpoint.open_server", opened)
+    monkeypatch.setattr("shardrec.trainer.run.session.write_curve", lambda report, path: path.touch())
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr("sys.argv", ["shardrec", *arguments])
@@ -147,8 +148,8 @@ def test_from_a_raw_file_to_recommendations_in_six_commands(
     )
     run("sequences", str(walks / "all.csv"), "--out", "all", "--candidates", "0")
     assert [load_config(f"{folder}/run.yaml").output.ranking for folder in ("walks", "all")] == ["rows", "catalogue"]
-    fast = ["--epochs", "30", "--lr", "0.005", "--embedding-lr", "0.02", "--evaluations", "1", "--threads", "1"]
-    fast += ["--model-arg", "dim=32", "--model-arg", "negatives=100"]
+    fast = ["--epochs", "15", "--lr", "0.01", "--embedding-lr", "0.02", "--evaluations", "1", "--threads", "1"]
+    fast += ["--model-arg", "dim=32", "--model-arg", "negatives=64"]
     run("train", "walks/run.yaml", "--out", "run", *fast)
     assert json.loads(Path("run/metrics.json").read_text(encoding="utf-8"))["final"]["hit_rate@10"] > 0.7
     for ranking in ("catalogue", "unseen"):

@@ -297,7 +297,7 @@ def test_by_hand() -> None:
 class TestUniform:
     """Expected numbers for ids drawn uniformly."""
 
-    @settings(max_examples=15)
+    @settings(max_examples=6)
     @given(rng=randoms())
     def test_expectation_is_the_mean_over_draws(self, rng: Random) -> None:
         plan = random_plan(rng, {"t": (rng.choice([1, 2, 9]), 8)}, Topology(ranks_per_host=2))

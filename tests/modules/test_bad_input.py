@@ -133,8 +133,8 @@ NOT_PASSED_ON = {"None", "tensor", "dict", "meta", "lengths on meta", "inverse i
 """Faults that TorchScript or the compiler finds, or takes for tracing, before an operator does."""
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("executor", ["live script", "traced"])
+# tests/compile/test_faults.py has a few faults of a traced model.
+@pytest.mark.parametrize("executor", ["live script", pytest.param("traced", marks=pytest.mark.slow)])
 def test_other_executors(executor: str) -> None:
     faults = [fault for fault in STRUCTURE_FAULTS if fault.name not in NOT_PASSED_ON]
 

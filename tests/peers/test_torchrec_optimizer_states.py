@@ -127,6 +127,13 @@ def whole(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def plans_after(old: str) -> list[str]:
+    """Two plans to go on under: of all of them each comes twice, for what is saved is the same under each."""
+    names = [*CUTS]
+    place = names.index(old)
+    return [names[(place + step) % len(names)] for step in (0, 2)]
+
+
 @pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_states_go_on_under_every_plan(optimizer: str, tmp_path: Path) -> None:
@@ -144,9 +151,9 @@ def test_states_go_on_under_every_plan(optimizer: str, tmp_path: Path) -> None:
                 save(source, saver, folder)
             saved[old] = whole(tmp_path / old)
             expected = train(source, range(3, 5))
-            for number, new in enumerate(CUTS):
+            for number, new in enumerate(plans_after(old)):
                 target = ours(optimizer, new)
-                if number % 2:
+                if number:
                     load(target, target.fused_optimizer, tmp_path / old)
                 else:
                     load(target, CombinedOptimizer([target.fused_optimizer]), tmp_path / f"wrapped {old}")
@@ -176,7 +183,7 @@ def test_torchrec_loads_and_saves_the_same(optimizer: str, tmp_path: Path) -> No
             if not apart:
                 torch.testing.assert_close(whole(tmp_path / f"ours {old}"), whole(tmp_path / f"theirs {old}"))
             expected = train(source, range(3, 5))
-            for new in CUTS:
+            for new in plans_after(old):
                 target = ours(optimizer, new)
                 target.fused_optimizer.save_param_groups(False)
                 if apart:

@@ -50,7 +50,7 @@ def waited(events: list[str]) -> list[Counter[str]]:
     return found
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(text=programs())
 def test_random_forwards(folder: Path, text: str) -> None:
     model, x = load(folder, text).Model(), batch()

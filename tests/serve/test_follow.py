@@ -189,6 +189,7 @@ def test_calls_see_whole_versions(tmp_path: Path) -> None:
         set_tick(model, tick)
         publisher.publish()
         while follower.version < tick:
+            done.wait(0.001)  # otherwise this thread, too, keeps the follower waiting for the interpreter
             assert all(thread.is_alive() for thread in threads)
     done.set()
     for thread in threads:

@@ -21,7 +21,7 @@ from shardrec.trainer.cli import doctor as doctor_lines
 from shardrec.trainer.cli.ending import ended_by_error
 from shardrec.trainer.run import TrainConfig, train
 from shardrec.trainer.run.options import flag
-from tests.trainer.cli.command import shell
+from tests.trainer.cli.command import Run, shell
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,9 +36,10 @@ def test_help_names_every_option() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
+    """Of the commands with the most options."""
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom shardrec.trainer.cli import app\n"
-        "assert CliRunner().invoke(app, ['train', '--help']).exit_code == 0\n"
+        "for name in ('train', 'bench'): assert CliRunner().invoke(app, [name, '--help']).exit_code == 0\n"
         "print(sorted({'torch', 'fbgemm_gpu', 'torchrec', 'numpy', 'matplotlib', 'pyarrow'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -133,14 +134,14 @@ def test_a_wrong_option_is_one_line_and_exit_code_1() -> None:
     assert done.stderr == "shardrec: error: batch_size (--batch-size) is 0: it should be greater than or equal to 1\n"
 
 
-def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
+def test_an_unknown_key_in_the_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("embeding_lr: 0.1\n", encoding="utf-8")
-    done = shell("train", str(path))
-    assert done.returncode == 1
-    assert f"embeding_lr ({path}:1) is not an option: did you mean 'embedding_lr'?" in done.stderr
-    assert "The options are data, features" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, _, errors = run("train", str(path))
+    assert code == 1
+    assert f"embeding_lr ({path}:1) is not an option: did you mean 'embedding_lr'?" in errors
+    assert "The options are data, features" in errors
+    assert "Traceback" not in errors
 
 
 def test_debug_keeps_the_traceback() -> None:
@@ -149,8 +150,8 @@ def test_debug_keeps_the_traceback() -> None:
     assert "Traceback" in done.stderr
 
 
-def test_a_flag_of_the_wrong_type_is_a_usage_error() -> None:
-    assert shell("train", "--batch-size", "many").returncode == 2
+def test_a_flag_of_the_wrong_type_is_a_usage_error(run: Run) -> None:
+    assert run("train", "--batch-size", "many")[0] == 2
 
 
 class TestEnding:

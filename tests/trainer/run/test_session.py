@@ -41,7 +41,10 @@ def run(config: TrainConfig, **changes: Any) -> RunReport:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
     folder = tmp_path_factory.mktemp("run")
-    with mock.patch("shardrec.trainer.data.schema.CRITEO_CARDINALITIES", FEW_TABLES):
+    with (
+        mock.patch("shardrec.trainer.data.schema.CRITEO_CARDINALITIES", FEW_TABLES),
+        mock.patch("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 50_000),
+    ):
         return folder, run(TINY, out=str(folder))
 
 
