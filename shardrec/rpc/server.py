@@ -297,7 +297,7 @@ class EmbeddingServer:
             return completed(failure(error))
         return self._queue.submit(lambda: getattr(self, method)(*arguments))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """A description and statistics of this server, as plain data."""
         return {
             "rank": self.rank,
