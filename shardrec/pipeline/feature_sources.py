@@ -45,7 +45,7 @@ class ModuleCall:
     """
 
     module: nn.Module
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
+    arguments: tuple[tuple[object, ...], Mapping[str, object]]
     output: object
     mode: GradMode
 
@@ -90,7 +90,7 @@ class PostProcessed:
 
     def __init__(self, batch: object) -> None:
         self._batch = batch
-        self._outputs: dict[PostProcessor, tuple[Any, object]] = {}  # with the arguments
+        self._outputs: dict[PostProcessor, tuple[object, object]] = {}  # with the arguments
         self._left: list[PostProcessor] = []
 
     def value(self, source: Source) -> object:
@@ -163,7 +163,7 @@ class ForwardRecord:
             device: of the model.
         """
 
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
             if not torch.is_autocast_enabled(device.type) and not _takes_gradients(output):
                 self.calls.append(ModuleCall(module, (args, kwargs), output, GradMode.current()))
 

@@ -297,7 +297,7 @@ class EmbeddingServer:
             return completed(failure(error))
         return self._queue.submit(lambda: getattr(self, method)(*arguments))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """A description and statistics of this server, as plain data."""
         return {
             "rank": self.rank,
@@ -448,12 +448,9 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
     for collection in collections:
         fused = collection.fused_optimizers()
         for name, table in collection.tables().items():
-            layout = table.layout
-            if layout.replicated or name in collection.frozen:
-                continue
-            if name not in fused:
+            if not table.layout.replicated and name not in fused and name not in collection.frozen:
                 return (
-                    f"table {layout.name!r} lacks an optimizer that a server could run. Give it one with "
+                    f"table {table.layout.name!r} lacks an optimizer that a server could run. Give it one with "
                     "apply_optimizer_in_backward, or freeze it"
                 )
     return ""

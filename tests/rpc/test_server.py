@@ -87,7 +87,7 @@ def _asked(servers: DirectServers, model: Any, step: int) -> list[Any]:
 def _busy(server: EmbeddingServer) -> tuple[Any, threading.Event]:
     """Keep the server's thread busy until the event is set."""
     hold, begun = threading.Event(), threading.Event()
-    held = server.submit(lambda: (begun.set(), hold.wait()))
+    held = server._queue.submit(lambda: (begun.set(), hold.wait()))
     assert begun.wait(10)
     return held, hold
 

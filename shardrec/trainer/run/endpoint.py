@@ -32,6 +32,7 @@ from werkzeug.wrappers import Request, Response
 
 from shardrec import ConfigError, DataError
 from shardrec.files import parse_json
+from shardrec.serve import ServedModel
 from shardrec.trainer.data import FeatureSpec, batch_of_request, request_example
 from shardrec.trainer.run.recommend import Recommender
 from shardrec.trainer.run.task_metrics import predictions
@@ -74,7 +75,7 @@ class Endpoint:
         self._loss = loss
         self._example = example
         self._one_at_a_time = threading.Lock()
-        self._follower = getattr(model, "follower", None)
+        self._follower = model.follower if isinstance(model, ServedModel) else None
         self._catalogue_version: int | None = None  # that the catalogue is of
         try:
             self._recommender: Recommender | ConfigError = Recommender(model, spec, torch.device("cpu"))

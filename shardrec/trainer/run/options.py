@@ -28,7 +28,7 @@ class Shown(NamedTuple):
     """
 
     annotation: object
-    default: Any
+    default: object
     panel: str
     help: str
     metavar: str | None

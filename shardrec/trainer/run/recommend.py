@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Recommender:
             "scores": pa.ListArray.from_arrays(offsets, pa.array(scores)),
         }
 
-    def answer(self, rows: object, k: int, *, exclude_seen: bool) -> list[dict[str, Any]]:
+    def answer(self, rows: object, k: int, *, exclude_seen: bool) -> list[dict[str, object]]:
         """:meth:`best` for the rows of a request, on one rank."""
         batch = batch_of_request(rows, self._spec, absent=self.absent, whole=self.catalogue.sharing)
         ((queries_BD, seen),) = self.catalogue.steps.predict([batch], self.asked)

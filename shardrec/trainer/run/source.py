@@ -188,7 +188,7 @@ class Source:
         """Records that a topic had after the last file's, on the first rank of a run on a topic."""
         return None if self._ingester is None else self._ingester.lag
 
-    def remove_before(self, position: Any) -> None:
+    def remove_before(self, position: Mapping[str, Any]) -> None:
         """Remove the files of a topic that were trained on before a :meth:`position`."""
         assert self._feed is not None, "the data is a feed"
         self._feed.remove_before(position)
@@ -203,7 +203,7 @@ class Source:
                 self.remove_before(self._arrival.listing)
         self._arrival = None
 
-    def position(self, epoch_steps: int) -> tuple[Any, bool] | None:
+    def position(self, epoch_steps: int) -> tuple[Mapping[str, Any], bool] | None:
         """Where a feed is after steps of the arrival under way, and whether that has further ones. Collective."""
         if self._feed is None:
             return None
@@ -211,7 +211,7 @@ class Source:
             return {**self._feed.position(), "watermark": self._agreed_times()["watermark"]}, False
         return self._arrival.position, True
 
-    def seek(self, position: Any, *, in_arrival: bool, latest: float = NO_TIME) -> None:
+    def seek(self, position: Mapping[str, Any], *, in_arrival: bool, latest: float = NO_TIME) -> None:
         """Go on from :meth:`position`, and :meth:`latest` of the same number of ranks. Every rank calls it."""
         assert self._feed is not None, "the data is a feed"
         self._data, self._arrival, self._latest = None, None, latest
