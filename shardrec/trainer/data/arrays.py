@@ -70,7 +70,7 @@ def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def whole_numbers(texts: pa.Array) -> pa.Array | None:
-    """Texts as int64 if each but nulls is what a whole number is written as: ``7``, not ``07`` or ``7.0``. Else None."""
+    """Texts as int64 if each but nulls is how a whole number is written: ``7``, not ``07`` or ``7.0``. Else None."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -203,7 +203,8 @@ def _wider(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
 
     order = [pa.int64(), pa.float64(), pa.string()]
     pairs = zip(schema, other, strict=True)
-    return pa.schema([max(pair, key=lambda field: order.index(field.type)) if pair[0] != pair[1] else pair[0] for pair in pairs])
+    fields = [one if one == two else max(one, two, key=lambda field: order.index(field.type)) for one, two in pairs]
+    return pa.schema(fields)
 
 
 def _typed(table: pa.Table, casts: Mapping[str, list[_Cast]]) -> pa.Table:

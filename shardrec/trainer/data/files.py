@@ -27,15 +27,15 @@ from shardrec.trainer.data.order import (
     STREAMS,
     BatchRequest,
     Chunk,
+    batch_bounds,
     deal,
-    rows_before,
     slices,
     stream_count,
     stream_share,
 )
 from shardrec.trainer.data.planted import SyntheticConfig
-from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
-from shardrec.trainer.data.rows import NO_TIME, ClickRows, join_rows
+from shardrec.trainer.data.reading import PartRange, Reader, StreamRows, joined, shuffled
+from shardrec.trainer.data.rows import NO_TIME, ClickRows
 from shardrec.trainer.data.schema import ClickSchema
 from shardrec.trainer.data.spec import FeatureSpec, criteo_spec
 from shardrec.trainer.data.spelling import Each, decided
@@ -257,7 +257,7 @@ class FileClickData(ClickData):
         self.latest = NO_TIME
         size = request.global_size
         dealt, lengths = self._dealt(size, epoch, held=epoch is None)
-        total, at_once = int(lengths.sum()), -(-int((lengths > 0).sum()) // request.world_size)
+        at_once = -(-int((lengths > 0).sum()) // request.world_size)
         part = min(1.0, _ROWS_AHEAD / 16_384 / max(1, at_once))  # of a usual block
         reader = self._reader = self._new_reader(held=epoch is None, part=part)
         window = max(1, self._shuffle // len(dealt))
@@ -275,14 +275,12 @@ class FileClickData(ClickData):
 
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="decode")
         try:
-            after = rows_before(lengths, min(request.first_batch * size, total))
-            for index in range(request.first_batch, -(-total // size)):
-                first, last = index * size, min((index + 1) * size, total)
-                before, after = after, rows_before(lengths, last)
-                if not request.wants(index, last - first):
+            for index, before, after in batch_bounds(lengths, size, request.first_batch):
+                count = int(after.sum() - before.sum())
+                if not request.wants(index, count):
                     continue
-                parts: list[Part] = []
-                for rows in slices(before, after, request.share(last - first)):
+                parts: list[PartRange] = []
+                for rows in slices(before, after, request.share(count)):
                     if rows.stream not in opened:
                         opened[rows.stream] = rows_of(rows.stream, rows.start)
                     parts += opened[rows.stream].take(rows.start, rows.stop)
@@ -301,12 +299,12 @@ class FileClickData(ClickData):
                 f"{', '.join(self.spec.sources)}"
             )
 
-    def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
-        for fault in (fault for part in parts for fault in part.faults.values()):
+    def _batch(self, parts: Sequence[PartRange], skipped: Counter[str]) -> ClickBatch:
+        rows, faults = joined(parts) if parts else (self._no_rows(), {})
+        for fault in faults.values():
             if not self._skips:
                 raise DataError(str(fault))
             skipped[fault.reason.value] += 1
-        rows = join_rows([part.rows for part in parts] or [self._no_rows()])
         if rows.times is not None:
             self.latest = float(rows.times.max(initial=self.latest))
         return rows.to_batch(self.schema)

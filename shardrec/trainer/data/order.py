@@ -43,6 +43,7 @@ STREAMS = 64
 
 _MIN_ROWS = 32
 _MIN_GROUPED = 256
+_BATCHES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,35 +148,51 @@ def deal(chunks: Sequence[Chunk], streams: int, draws: np.random.Generator | Non
     return dealt
 
 
-def rows_before(lengths: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """How many rows of each stream are among the first ``count`` of the canonical order.
+def rows_before(lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many rows of each stream are among the first of the canonical order, for each of several numbers of rows.
 
     Args:
         lengths: int64 (S,), rows of each stream.
-        count: from 0 to the sum of the lengths.
+        counts: int64 (C,), each from 0 to the sum of the lengths.
 
     Returns:
-        int64 (S,), with the sum ``count``. No entry falls as ``count`` grows.
+        int64 (C, S), whose rows have the sums ``counts``. No entry falls as the count grows.
     """
-    total, margin = int(lengths.sum()), len(lengths) + 2
+    total, margin, shape = int(lengths.sum()), len(lengths) + 2, (len(counts), len(lengths))
     # Fewer than S rows lie between a key t and the place t * total of the order: what is outside of it is certain.
     low, high = (
-        np.clip(np.floor(lengths * (place / max(total, 1)) + 0.5), 0, lengths).astype(np.int64)
-        for place in (count - margin, count + margin)
+        np.clip(np.floor(lengths * (places[:, None] / max(total, 1)) + 0.5), 0, lengths).astype(np.int64).reshape(-1)
+        for places in (counts - margin, counts + margin)
     )
     spans = high - low
-    stream = np.repeat(np.arange(len(lengths)), spans)
-    row = np.arange(len(stream)) - np.repeat(np.cumsum(spans) - spans, spans) + low[stream]
-    first = np.lexsort((stream, (2 * row + 1) / (2 * lengths[stream])))[: count - int(low.sum())]
-    return np.asarray(low + np.bincount(stream[first], minlength=len(lengths)), dtype=np.int64)
+    cell = np.repeat(np.arange(len(spans)), spans)
+    row = np.arange(len(cell)) - np.repeat(np.cumsum(spans) - spans, spans) + low[cell]
+    number, stream = np.divmod(cell, len(lengths))
+    order = np.lexsort((stream, (2 * row + 1) / (2 * lengths[stream]), number))
+    place = np.arange(len(cell)) - np.searchsorted(number, number)
+    is_first = place < (counts - low.reshape(shape).sum(axis=1))[number]
+    first = cell[order][is_first]
+    return np.asarray(low + np.bincount(first, minlength=len(low)), dtype=np.int64).reshape(shape)
+
+
+def batch_bounds(
+    lengths: NDArray[np.int64], size: int, first: int
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """The number of each global batch of ``size`` rows from ``first`` on, with the rows of each stream, int64 (S,),
+    before it and before its end."""
+    total = int(lengths.sum())
+    for begin in range(first, -(-total // size), _BATCHES_AT_ONCE):
+        numbers = np.arange(begin, min(begin + _BATCHES_AT_ONCE, -(-total // size)) + 1)
+        rows = rows_before(lengths, np.minimum(numbers * size, total))
+        yield from zip(numbers[:-1].tolist(), rows[:-1], rows[1:], strict=True)
 
 
 def slices(before: NDArray[np.int64], after: NDArray[np.int64], share: tuple[int, int]) -> Iterator[Slice]:
     """A rank's rows of a global batch.
 
     Args:
-        before: int64 (S,), :func:`rows_before` of the batch's first row in the canonical order.
-        after: int64 (S,), the same of its end.
+        before: int64 (S,), of :func:`rows_before` the rows before the batch in the canonical order.
+        after: int64 (S,), those before its end.
         share: the rank's first row in the batch, and its end.
     """
     counts = after - before

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from shardrec.trainer.data.encode import Dictionary, Encoded, encode
 from shardrec.trainer.data.fault import Reason, RowFault
 from shardrec.trainer.data.order import Chunk, held_out
-from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at, join_rows
+from shardrec.trainer.data.rows import NO_TIME, ClickRows, RowRange, bags_at, join_rows
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import FileInfo, TableBlock, read_blocks
 
@@ -38,13 +39,25 @@ class Part:
     def __len__(self) -> int:
         return len(self.rows) + len(self.faults)
 
-    def between(self, start: int, stop: int) -> Part:
-        """Rows ``start`` to ``stop`` (not included)."""
-        if not self.faults:
-            return Part(rows=self.rows.between(start, stop))
-        first = start - sum(place < start for place in self.faults)
-        faults = {place - start: fault for place, fault in self.faults.items() if start <= place < stop}
-        return Part(rows=self.rows.between(first, first + stop - start - len(faults)), faults=faults)
+
+PartRange: TypeAlias = tuple[Part, int, int]
+"""Rows of a part, from one to another (not included)."""
+
+
+def joined(ranges: Sequence[PartRange]) -> tuple[ClickRows, dict[int, RowFault]]:
+    """The good rows of some ranges (at least one) in order, and the faults of the others by their places among all."""
+    good: list[RowRange] = []
+    faults: dict[int, RowFault] = {}
+    begin = 0
+    for part, start, stop in ranges:
+        first, last = start, stop
+        if part.faults:
+            first, last = (place - sum(broken < place for broken in part.faults) for place in (start, stop))
+            places = {place: fault for place, fault in part.faults.items() if start <= place < stop}
+            faults |= {begin + place - start: fault for place, fault in places.items()}
+        good.append((part.rows, first, last))
+        begin += stop - start
+    return join_rows(good), faults
 
 
 @dataclass(kw_only=True, eq=False)
@@ -100,7 +113,7 @@ class Reader:
                 dropped = min(at, len(part))
                 at -= dropped
                 if dropped < len(part):
-                    yield part.between(dropped, len(part)) if dropped else part
+                    yield _part([(part, dropped, len(part))]) if dropped else part
 
     @property
     def _by_group(self) -> bool:
@@ -170,7 +183,7 @@ class StreamRows:
         self._end = at  # of the current part
         self._ahead = pool.submit(next, parts, None)
 
-    def take(self, start: int, stop: int) -> Iterator[Part]:
+    def take(self, start: int, stop: int) -> Iterator[PartRange]:
         """Rows ``start`` to ``stop`` (not included) of the stream, which are not before those taken last."""
         while start < stop:
             if self._current is None or self._end <= start:
@@ -180,7 +193,7 @@ class StreamRows:
                 self._ahead = self._pool.submit(next, self._parts, None)
                 continue
             end = min(stop, self._end)
-            yield self._current.between(start - self._at, end - self._at)
+            yield self._current, start - self._at, end - self._at
             start = end
 
 
@@ -211,25 +224,21 @@ def shuffled(
 
 def _windows(parts: Iterator[Part], size: int) -> Iterator[Part]:
     """The rows, ``size`` at a time. What is left at the end is a smaller part."""
-    waiting: list[Part] = []
+    waiting: list[PartRange] = []
     count = 0
     for part in parts:
         start = 0
         while count + len(part) - start >= size:
             stop = start + size - count
-            yield _joined([*waiting, part.between(start, stop)])
+            yield _part([*waiting, (part, start, stop)])
             waiting, count, start = [], 0, stop
         if start < len(part):
-            waiting.append(part.between(start, len(part)))
+            waiting.append((part, start, len(part)))
             count += len(part) - start
     if waiting:
-        yield _joined(waiting)
+        yield _part(waiting)
 
 
-def _joined(parts: Sequence[Part]) -> Part:
-    faults: dict[int, RowFault] = {}
-    start = 0
-    for part in parts:
-        faults |= {start + place: fault for place, fault in part.faults.items()}
-        start += len(part)
-    return Part(rows=join_rows([part.rows for part in parts]), faults=faults)
+def _part(ranges: Sequence[PartRange]) -> Part:
+    rows, faults = joined(ranges)
+    return Part(rows=rows, faults=faults)

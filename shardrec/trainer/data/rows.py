@@ -14,8 +14,9 @@ rank keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from shardrec.trainer.data.schema import ClickSchema
 
 NO_TIME = -62_135_596_800.0
 """The first second of the calendar, which stands for no event time."""
+
+
+_OF_ROWS = ("labels", "dense", "groups", "row_weights", "times")
+"""The arrays with a value or more of each row, but for lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,22 +62,18 @@ class ClickRows:
     def __len__(self) -> int:
         return int(self.labels.shape[0])
 
-    @property
+    @cached_property
     def num_sparse(self) -> int:
         """F, the number of sparse features (0 when there are no rows and every bag has one id)."""
         if self.lengths is not None:
             return int(self.lengths.shape[1])
         return self.ids.size // max(len(self), 1)
 
-    def between(self, start: int, stop: int) -> ClickRows:
-        """Rows ``start`` to ``stop`` (not included). Views, no copies."""
+    def ids_between(self, start: int, stop: int) -> slice:
+        """The places of the ids of rows ``start`` to ``stop`` (not included)."""
         if self.lengths is None:
-            width = self.num_sparse
-            first, last = start * width, stop * width
-        else:
-            first, last = int(self._starts[start]), int(self._starts[stop])
-        weights = None if self.weights is None else self.weights[first:last]
-        return self._at(slice(start, stop), self.ids[first:last], weights)
+            return slice(start * self.num_sparse, stop * self.num_sparse)
+        return slice(int(self._starts[start]), int(self._starts[stop]))
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -86,26 +87,13 @@ class ClickRows:
 
     def take(self, places: NDArray[np.int64]) -> ClickRows:
         """The rows at these places (M,), in this order."""
+        of_rows = {name: getattr(self, name)[places] for name in _OF_ROWS if getattr(self, name) is not None}
         if self.lengths is None:
             ids = self.ids.reshape(len(self), -1)[places].reshape(-1) if len(self) else self.ids
-            return self._at(places, ids, None)
+            return ClickRows(ids=ids, **of_rows)
         _, ids_V, weights_V = bags_at(places, self.lengths.sum(axis=1), self.ids, self.weights)
-        return self._at(places, ids_V.numpy(), None if weights_V is None else weights_V.numpy())
-
-    def _at(
-        self, rows: slice | NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
-    ) -> ClickRows:
-        # Field by field: a batch calls this for each of its streams.
-        return ClickRows(
-            labels=self.labels[rows],
-            dense=self.dense[rows],
-            ids=ids,
-            lengths=None if self.lengths is None else self.lengths[rows],
-            weights=weights,
-            groups=None if self.groups is None else self.groups[rows],
-            row_weights=None if self.row_weights is None else self.row_weights[rows],
-            times=None if self.times is None else self.times[rows],
-        )
+        weights = None if weights_V is None else weights_V.numpy()
+        return ClickRows(ids=ids_V.numpy(), lengths=self.lengths[places], weights=weights, **of_rows)
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
         """These rows as tensors, ids feature-major under ``schema.sparse_names``. No memory is shared."""
@@ -129,6 +117,10 @@ class ClickRows:
         )
 
 
+RowRange: TypeAlias = tuple[ClickRows, int, int]
+"""Rows from one to another (not included)."""
+
+
 def bags_at(
     places: NDArray[np.int64], lengths: NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -140,16 +132,24 @@ def bags_at(
     return permuted
 
 
-def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
-    """All rows of ``parts`` (at least one) in order."""
-    if len(parts) == 1:
-        return parts[0]
-    lengths = None
-    if any(part.lengths is not None for part in parts):
-        width = max(part.num_sparse for part in parts)
-        ones = (np.ones((len(part), width), np.int64) if part.lengths is None else part.lengths for part in parts)
-        lengths = np.concatenate([*ones])
-    names = [field.name for field in fields(ClickRows) if field.name != "lengths"]
-    there = [name for name in names if getattr(parts[0], name) is not None]
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in there}
-    return ClickRows(lengths=lengths, **joined)
+def join_rows(ranges: Sequence[RowRange]) -> ClickRows:
+    """The rows of some ranges (at least one) in order."""
+    first = ranges[0][0]
+    joined = {
+        name: np.concatenate([getattr(rows, name)[start:stop] for rows, start, stop in ranges])
+        for name in _OF_ROWS
+        if getattr(first, name) is not None
+    }
+    if any(rows.lengths is not None for rows, _, _ in ranges):
+        width = max(rows.num_sparse for rows, _, _ in ranges)
+        joined["lengths"] = np.concatenate(
+            [
+                np.ones((stop - start, width), np.int64) if rows.lengths is None else rows.lengths[start:stop]
+                for rows, start, stop in ranges
+            ]
+        )
+    places = [(rows, rows.ids_between(start, stop)) for rows, start, stop in ranges]
+    ids = np.concatenate([rows.ids[of_rows] for rows, of_rows in places])
+    if first.weights is not None:
+        joined["weights"] = np.concatenate([rows.weights[of_rows] for rows, of_rows in places])
+    return ClickRows(ids=ids, **joined)

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError, DataError
 from shardrec.trainer.data import ClickBatch, Feature, FeatureSpec, FileClickData, formats, order, tables
-from shardrec.trainer.data.order import BatchRequest, Chunk, deal, held_out, rows_before, slices, stream_share
+from shardrec.trainer.data.order import (
+    BatchRequest,
+    Chunk,
+    batch_bounds,
+    deal,
+    held_out,
+    rows_before,
+    slices,
+    stream_share,
+)
 
 NUMBER = Feature(name="number", kind="id", rows=100_000, ids="number")
 SPEC = FeatureSpec(features=(NUMBER,))
@@ -34,21 +43,23 @@ def by_keys(lengths: Sequence[int]) -> list[int]:
 @given(lengths=lengths_of, data=st.data())
 def test_rows_before_follow_the_keys(lengths: list[int], data: st.DataObject) -> None:
     streams = by_keys(lengths)
-    count = data.draw(st.integers(0, len(streams)))
-    expected = np.bincount(np.array(streams[:count], dtype=np.int64), minlength=len(lengths))
-    assert rows_before(np.array(lengths), count).tolist() == expected.tolist()
+    counts = data.draw(st.lists(st.integers(0, len(streams)), min_size=1, max_size=4))
+    expected = [
+        np.bincount(np.array(streams[:count], dtype=np.int64), minlength=len(lengths)).tolist() for count in counts
+    ]
+    assert rows_before(np.array(lengths), np.array(counts)).tolist() == expected
 
 
 @given(lengths=lengths_of, world_size=st.integers(1, 7), batch=st.integers(1, 70))
 def test_slices_cover_each_row_once_and_follow_each_other(lengths: list[int], world_size: int, batch: int) -> None:
     rows, total = np.array(lengths), sum(lengths)
     nexts = [0] * len(lengths)
-    for start in range(0, total, batch):
-        count = min(batch, total - start)
+    for number, before, after in batch_bounds(rows, batch, 0):
+        count = min(batch, total - number * batch)
         streams = []
         for rank in range(world_size):
             share = count * rank // world_size, count * (rank + 1) // world_size
-            own = list(slices(rows_before(rows, start), rows_before(rows, start + count), share))
+            own = list(slices(before, after, share))
             assert sum(part.stop - part.start for part in own) == share[1] - share[0]
             for part in own:
                 assert part.start == nexts[part.stream]

@@ -35,7 +35,7 @@ def bags_of(batch: ClickBatch) -> Bags:
 @given(bags=multi_hot, cut=st.tuples(st.integers(0, 8), st.integers(0, 8)))
 def test_multi_hot_rows_become_feature_major(bags: Bags, cut: tuple[int, int]) -> None:
     start, stop = sorted(min(each, len(bags)) for each in cut)
-    batch = rows_of(bags, multi=True).between(start, stop).to_batch(SCHEMA)
+    batch = join_rows([(rows_of(bags, multi=True), start, stop)]).to_batch(SCHEMA)
     assert bags_of(batch) == bags[start:stop]
     assert batch.dense[:, 0].tolist() == list(range(start, stop))
 
@@ -44,7 +44,7 @@ def test_multi_hot_rows_become_feature_major(bags: Bags, cut: tuple[int, int]) -
 def test_one_hot_rows_equal_multi_hot_rows_of_one(bags: Bags, cut: tuple[int, int]) -> None:
     start, stop = sorted(min(each, len(bags)) for each in cut)
     for multi in (False, True):
-        assert bags_of(rows_of(bags, multi=multi).between(start, stop).to_batch(SCHEMA)) == bags[start:stop]
+        assert bags_of(join_rows([(rows_of(bags, multi=multi), start, stop)]).to_batch(SCHEMA)) == bags[start:stop]
 
 
 @given(bags=multi_hot, keep=st.lists(st.booleans(), min_size=8, max_size=8))
@@ -71,7 +71,7 @@ def test_take(bags: Bags, multi: bool, weighted: bool, rng: Random) -> None:
 
 @given(left=one_hot, right=multi_hot)
 def test_join_mixes_one_hot_and_multi_hot(left: Bags, right: Bags) -> None:
-    joined = join_rows([rows_of(left, multi=False), rows_of(right, multi=True)])
+    joined = join_rows([(rows_of(left, multi=False), 0, len(left)), (rows_of(right, multi=True), 0, len(right))])
     assert bags_of(joined.to_batch(SCHEMA)) == left + right
 
 
@@ -87,4 +87,4 @@ def test_a_batch_shares_no_memory_with_its_rows() -> None:
 def test_where_nothing_is_kept(multi: bool) -> None:
     nothing = rows_of([[[1], [2]], [[3], [4]]], multi=multi).where(np.zeros(2, np.bool_))
     assert nothing.to_batch(SCHEMA).size == 0
-    assert len(join_rows([nothing, nothing])) == 0
+    assert len(join_rows([(nothing, 0, 0)] * 2)) == 0

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -174,6 +175,70 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert converted() == 3
     os.utime(path, (time.time(), 1))
     assert converted() == 4
+
+
+CELLS = [
+    "7",
+    "7.0",
+    "07",
+    "-0",
+    "0",
+    "-12",
+    "0x1f",
+    "1.5",
+    "1e3",
+    "",
+    "NA",
+    "a",
+    "2026-11-28",
+    "true",
+    "99999999999999999999",
+]
+
+
+@given(
+    cells=st.lists(st.sampled_from(CELLS), min_size=1, max_size=12),
+    first=st.integers(0, 9).map(lambda count: ["7", "1234567"] * count),
+    feature=st.sampled_from(
+        [
+            {"kind": "id", "rows": 10**6},
+            {"kind": "id", "rows": 10**6, "ids": "number"},
+            {"kind": "id", "rows": 10**6, "ids": "hexadecimal"},
+            {"kind": "id", "rows": 10**6, "dynamic_ids": {}},
+            {"kind": "id", "vocabulary": ["7", "a", "0"]},
+            {"kind": "id", "boundaries": [1.25, 7]},
+            {"kind": "multi_hot", "rows": 10**6},
+            {"kind": "dense", "transform": "log"},
+        ]
+    ),
+    other=st.sampled_from([{"kind": "id", "rows": 9, "column": "x"}, {"kind": "id", "rows": 9, "column": "label"}]),
+    more=st.sampled_from([{}, {"group": "x"}, {"event_time": "x"}, {"label": {"column": "x", "above": 1}}]),
+    rows=st.integers(1, 5),
+)
+def test_numbers_in_a_converted_file_are_what_their_texts_are(
+    tmp_path_factory: pytest.TempPathFactory,
+    cells: list[str],
+    first: list[str],
+    feature: dict[str, object],
+    other: dict[str, object],
+    more: dict[str, object],
+    rows: int,
+) -> None:
+    """Also where a text follows on numbers that are written already."""
+    folder, cells = tmp_path_factory.mktemp("numbers"), [*first, *cells]
+    (folder / "rows.csv").write_text("label,x\n" + "".join(f"1,{cell}\n" for cell in cells))
+    pq.write_table(pa.table({"label": [1] * len(cells), "x": cells}), folder / "rows.parquet", row_group_size=rows)
+    spec = FeatureSpec.model_validate({"features": [{"name": "x", **feature}, {"name": "y", **other}], **more})
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "_BLOCK_BYTES", 40)
+        patch.setattr("shardrec.trainer.data.convert.convert", partial(convert, group_rows=rows))
+        for name in ("rows.csv", "rows.parquet"):
+            data = FileClickData([folder / name], spec, holdout=0.0, on_bad_row="skip", needs_rows=False, streams=1)
+            (*batches,) = data.train_batches(0, 1, 100)
+            tensors = [(batch.labels, batch.dense, batch.sparse.values(), batch.groups) for batch in batches]
+            found.append(([*map(str, tensors)], data.skipped, data.spec, data.latest))
+    assert found[0] == found[1]
 
 
 def test_missing_values_are_counted(tmp_path: Path) -> None:
