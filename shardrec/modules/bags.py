@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from shardrec.exchange.route import Lookup
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live_twins import LiveBags
@@ -73,21 +72,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
         groups = group_tables(self._lookup_tables.values(), self.device, by_width=self._by_width)
-        group_of = {layout.name: index for index, group in enumerate(groups) for layout in group.layouts}
-        lookups: list[Lookup] = []
-        for config in self._configs:
-            layout = self.table_layouts[config.name]
-            for feature in config.feature_names:
-                lookups.append(
-                    Lookup(
-                        feature=feature,
-                        layout=layout,
-                        group=group_of.get(layout.name, 0),
-                        output=self.embedding_names[len(lookups)],
-                        mean=config.pooling is PoolingType.MEAN,
-                        dynamic=self._is_dynamic(layout),
-                    )
-                )
+        lookups = self._make_lookups(groups, self._embedding_names)
         self.dims = [lookup.layout.embedding_dim for lookup in lookups]
         route = self._make(groups, lookups, lookups, weighted=self._is_weighted, pooled=True)
         features, rank = self.input.expect.features, collectives.rank

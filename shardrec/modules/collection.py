@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._dynamo import left_alone
@@ -303,6 +303,26 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def _build_lookups(self) -> None:
         """Make the lookups and the exchanges of ids and rows, from configs, layouts and context."""
+
+    def _make_lookups(self, groups: Sequence[LookupGroup], names: Iterable[str]) -> list[Lookup]:
+        """A lookup per feature, table after table. ``names`` are the keys of the output."""
+        lookups, outputs = list[Lookup](), iter(names)
+        for config in self._configs:
+            layout = self.table_layouts[config.name]
+            of_table = [(group.width, index) for index, group in enumerate(groups) if layout in group.layouts]
+            lookups += (
+                Lookup(
+                    feature=feature,
+                    layout=layout,
+                    group=max((index for _, index in of_table), default=0),
+                    output=next(outputs),
+                    mean=getattr(config, "pooling", None) is PoolingType.MEAN,
+                    dynamic=self._is_dynamic(layout),
+                    width_groups=tuple((width, index) for width, index in of_table if width is not None),
+                )
+                for feature in config.feature_names
+            )
+        return lookups
 
     def _make(
         self,

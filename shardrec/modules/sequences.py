@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from shardrec.exchange.dedup import DistinctIds
-from shardrec.exchange.route import Lookup
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
@@ -77,21 +77,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
     one all-to-all in backward. Gradients are means over the ranks.
 
     Args:
-        module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
-            docs/guide.md). Its optimizers given by ``apply_optimizer_in_backward`` are fused. Or a sharded one, of
-            the same plan, which is copied.
-        plan: holds a layout for each table, under ``qualified_name(path, table)``.
-        path: the module's path in the model; "" by itself.
-        device: where the shards live. Default: the CPU.
-        group: the process group. Default: the default group, or a single rank without one.
-        context: shared by the sharded modules of a model. Default: a new one.
-        storage: of the tables. Default: kernels that train.
         dedup: send and look up each distinct id of a table once per batch. A single rank on CUDA, which sends nothing,
             does so only for dynamic ids and tables of tier ``"host"``.
 
-    Raises:
-        PlanError: if the plan does not fit the tables or the group.
-        ConfigError: for a table type or an optimizer that cannot be sharded.
+    Its other arguments, and its errors, are those of :class:`ShardedEmbeddingBagCollection`.
     """
 
     _holder = "embeddings"
@@ -121,25 +110,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
         self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=self._by_width)
-        lookups: list[Lookup] = []
-        for config, names in zip(self._configs, self._names_by_table, strict=True):
-            layout = self.table_layouts[config.name]
-            width_groups = tuple(
-                (group.width, index)
-                for index, group in enumerate(groups)
-                if group.width is not None and layout in group.layouts
-            )
-            for feature, name in zip(config.feature_names, names, strict=True):
-                lookups.append(
-                    Lookup(
-                        feature=feature,
-                        layout=layout,
-                        group=0,
-                        output=name,
-                        dynamic=self._is_dynamic(layout),
-                        width_groups=width_groups,
-                    )
-                )
+        lookups = self._make_lookups(groups, chain.from_iterable(self._names_by_table))
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
         dynamic = any(lookup.dynamic for lookup in lookups)
         on_host = any(lookup.layout.tier == "host" for lookup in lookups)

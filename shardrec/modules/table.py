@@ -318,19 +318,13 @@ def settle(flags: FaultFlags, lookup: ShardLookup, shards: Iterable[Shard | None
 
 def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
     """Copy a state_dict's value into a table's local parts, rounded to their dtype if it differs."""
-    if isinstance(value, ShardedTensor):
-        parts = {
-            (*shard.metadata.shard_offsets, *shard.metadata.shard_sizes): shard.tensor for shard in value.local_shards()
-        }
-        for shard, tensor in tensors.items():
-            assert shard is not None, "a ShardedTensor is cut as the table is"
-            tensor.copy_(parts[shard.row_start, shard.col_start, shard.rows, shard.cols])
-        return
+    parts = local_parts(value)
     for shard, tensor in tensors.items():
-        # The replica is whole.
-        tensor.copy_(
-            value if shard is None else value[shard.row_start : shard.row_end, shard.col_start : shard.col_end]
-        )
+        if shard is None:  # the replica is whole
+            tensor.copy_(value)
+            continue
+        place = (shard.row_start, shard.col_start), (shard.row_end, shard.col_end)
+        tensor.copy_(parts[place] if place in parts else value[tuple(map(slice, *place))])
 
 
 def _refuse_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
