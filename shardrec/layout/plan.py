@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -187,7 +186,7 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardingPlan:
-        """The plan that :meth:`to_json` returned. Hot rows, which earlier versions had, are left out, with a warning.
+        """The plan that :meth:`to_json` returned.
 
         Raises:
             PlanError: if the data is not a plan, or an invalid one.
@@ -197,12 +196,10 @@ class ShardingPlan:
                 raise PlanError(
                     f"the plan has format {data['format']!r} and this release reads format {_FORMAT}. Plan again"
                 )
-            tables = _field(data, "tables", list)
-            hot = [table["name"] for table in tables if table.get("hot_rows")]
-            plan = cls(
+            return cls(
                 topology=Topology.from_json(data["topology"]),
-                tables=tuple(map(_table_from_json, tables)),
-                report=None if hot or data.get("report") is None else PlanReport.from_json(data["report"]),
+                tables=tuple(map(_table_from_json, _field(data, "tables", list))),
+                report=None if data.get("report") is None else PlanReport.from_json(data["report"]),
             )
         except PlanError:
             raise
@@ -210,13 +207,6 @@ class ShardingPlan:
             raise PlanError(
                 f"this is not a sharding plan: {type(error).__name__} {error}. Expected what ShardingPlan.save writes"
             ) from error
-        if hot:
-            warnings.warn(
-                f"the plan has hot rows of tables {', '.join(map(repr, hot))}, which this version leaves out: all of "
-                "their ids travel to the shards, and the tables are the same. Save the plan again, or plan again",
-                stacklevel=2,
-            )
-        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

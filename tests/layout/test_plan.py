@@ -47,16 +47,6 @@ def test_json_round_trip(plan: ShardingPlan) -> None:
     assert 0 <= plan.fingerprint < 2**48
 
 
-def test_hot_rows_of_earlier_versions_are_left_out() -> None:
-    data = PLAN.to_json()
-    data["tables"][0]["hot_rows"], data["tables"][1]["hot_rows"] = [0, 3], []
-    with pytest.warns(UserWarning, match=r"hot rows of tables 'ads', which this version leaves out") as said:
-        again = ShardingPlan.from_json(data)
-    assert again == PLAN
-    assert again.fingerprint == PLAN.fingerprint
-    assert len(said) == 1
-
-
 @given(plans())
 def test_copies_are_equal(plan: ShardingPlan) -> None:
     assert plan.by_name.keys() == {table.name for table in plan.tables}  # fills the caches, which must not travel badly
