@@ -1,8 +1,8 @@
 """Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
 
 They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec, or is a fork of pytest's
-process, which has. A rank that raised, hung or died is killed and started again for the next call, because the state of
-its connections is unknown.
+process, which has. A rank that hung or died is started again for the next call, as is one that raised unless all ranks
+have replied and it has left its group: otherwise the state of its connections is unknown.
 """
 
 from __future__ import annotations
@@ -373,13 +373,22 @@ class _Round:
         self._joined.clear()
 
     def _let_go(self) -> None:
+        all_replied = len(self._held) == len(self._workers)
+        raised = []
         for rank in self._held:
             outcome = self._outcomes[rank]
-            if isinstance(outcome, Reply) and outcome.returned:
+            if all_replied or (isinstance(outcome, Reply) and outcome.returned):
                 _send(self._workers[rank], RELEASE)
             else:
                 # Its group may have operations under way that block a clean end until gloo's own time limit.
                 self._workers[rank].end()
+            if all_replied and isinstance(outcome, Reply) and not outcome.returned:
+                raised.append(self._workers[rank])
+        for worker in raised:
+            try:
+                worker.channel.recv_bytes()  # LEFT
+            except (EOFError, ConnectionResetError):
+                worker.end()
         self._held.clear()
         self._let_go_at = _NEVER
 

@@ -243,6 +243,19 @@ def _die(rank: int, number: int) -> int:
     return dist.get_rank()
 
 
+def test_ranks_that_all_raised_stay_and_what_is_under_way_does_no_harm() -> None:
+    def fail(peer: int | None) -> None:
+        if peer is not None and dist.get_rank() != peer:
+            dist.irecv(torch.empty(1), peer)  # nobody sends
+        raise FaultError("x")
+
+    pids = ranks(2, _pid)
+    raises_on_all(2, FaultError, "x", fail, None)
+    assert ranks(2, _pid) == pids
+    raises_on_all(2, FaultError, "x", fail, 1)
+    assert ranks(2, dist.get_rank) == [0, 1]
+
+
 def test_a_death_is_reported_and_the_rank_replaced() -> None:
     before = ranks(2, _pid)
     with pytest.raises(RankErrors, match=r"signal 11") as caught:

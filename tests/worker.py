@@ -8,11 +8,13 @@
       │── GO ────────────►│  run the function
       │◄────────── Reply ─│
       │── RELEASE ───────►│  leave the group
+      │◄─────────── LEFT ─│  if the function raised
       ▼                   ▼
 
 GO comes when every rank has joined: a rank that dies at once would otherwise fail the rendezvous of its peers. RELEASE
 comes when every rank has replied: a rank keeps its connections while a peer may still use them, and a collective that
-not all ranks join shows up as a hang with a stack.
+not all ranks join shows up as a hang with a stack. A rank whose function raised may have operations under way, for
+which its group waits: it ends instead if it has not left within `_LEAVE_S`.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ __all__ = [
     "GO",
     "HOST",
     "JOINED",
+    "LEFT",
     "RELEASE",
     "SEED",
     "Call",
@@ -55,9 +58,10 @@ HOST = "127.0.0.1"
 SEED = 20
 """Seed of torch, numpy and random at the start of every test, and of every rank at the start of every call."""
 
-JOINED, GO, RELEASE = b"joined", b"go", b"release"
+JOINED, GO, RELEASE, LEFT = b"joined", b"go", b"release", b"left"
 
 _MAX_CLOSING = 8
+_LEAVE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +196,12 @@ class _Rank:
             except EOFError:
                 return
             self._leave()
+            if not reply.returned:
+                for thread in self._closing:
+                    thread.join(_LEAVE_S)
+                if any(thread.is_alive() for thread in self._closing):
+                    return
+                channel.send_bytes(LEFT)
 
     def _reply(self, call: Call, channel: Connection) -> Reply:
         from tests.parcel import pack

@@ -63,17 +63,17 @@ def test_a_kill_loses_and_repeats_no_record(kills: int, brokers: Brokers, tmp_pa
 
 def test_files_that_no_checkpoint_needs_are_removed(brokers: Brokers, tmp_path: Path) -> None:
     """But for the last one, which says where the topic goes on."""
-    config = on_topic(tmp_path, brokers.deliver("removed", list(map(row, range(700)))), checkpoint_every="1")
+    config = on_topic(tmp_path, brokers.deliver("removed", list(map(row, range(380)))), checkpoint_every="1")
     rows = trained_on_topic(config, most=64, cut_after=7)
     assert sorted((tmp_path / "run" / "topic").iterdir())[0].name == "topic-000000000002.parquet"
     rows |= trained_on_topic(config, most=64, resume=True)
-    assert numbers(rows) == list(range(700))
-    assert [path.name for path in (tmp_path / "run" / "topic").iterdir()] == ["topic-000000000010.parquet"]
-    brokers.deliver("removed", list(map(row, range(700, 720))))
-    assert numbers(trained_on_topic(config, resume=True)) == list(range(700, 720))
+    assert numbers(rows) == list(range(380))
+    assert [path.name for path in (tmp_path / "run" / "topic").iterdir()] == ["topic-000000000005.parquet"]
+    brokers.deliver("removed", list(map(row, range(380, 400))))
+    assert numbers(trained_on_topic(config, resume=True)) == list(range(380, 400))
     unsaved = config.changed(checkpoint="none", checkpoint_every=None, out=str(tmp_path / "unsaved"))
-    assert numbers(trained_on_topic(unsaved, most=64)) == list(range(720))
-    assert [path.name for path in (tmp_path / "unsaved" / "topic").iterdir()] == ["topic-000000000011.parquet"]
+    assert numbers(trained_on_topic(unsaved, most=64)) == list(range(400))
+    assert [path.name for path in (tmp_path / "unsaved" / "topic").iterdir()] == ["topic-000000000006.parquet"]
 
 
 def test_the_ingester_is_a_process_that_may_be_killed(brokers: Brokers, tmp_path: Path) -> None:
