@@ -107,7 +107,7 @@ def mask(array: pa.BooleanArray) -> NDArray[np.bool_]:
 
 def is_null(array: pa.Array) -> NDArray[np.bool_]:
     """Which values, (N,), are null."""
-    return mask(array.is_null())
+    return mask(array.is_null()) if array.null_count else np.zeros(len(array), dtype=np.bool_)
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -77,7 +77,7 @@ def id_keys(
     if is_text(values.type):
         raw, empty, _ = text_keys(values, spread=spread)
         return raw, null | empty, bad | fraction
-    whole = np.asarray(values.fill_null(0).to_numpy(zero_copy_only=False))
+    whole = np.asarray((values.fill_null(0) if values.null_count else values).to_numpy(zero_copy_only=False))
     raw = whole.astype(np.int64, copy=False).astype(np.uint64)  # of unsigned ones the same bits
     return (mixed(raw) if spread else raw), null, bad | fraction
 

@@ -58,13 +58,18 @@ def hash_categories(
     Returns:
         int64, the same shape: ``raw mod (num_embeddings - 1) + 1``, and 0 where missing.
     """
-    ids = (raw % (num_embeddings - np.uint64(1)) + np.uint64(1)).astype(np.int64)
-    ids[missing] = 0
-    return ids
+    ids = raw % (num_embeddings - np.uint64(1))
+    ids += np.uint64(1)
+    if missing.any():
+        ids[missing] = 0
+    return ids.view(np.int64)
 
 
 def mixed(raw: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit flips half of the output bits."""
-    raw = (raw ^ (raw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    raw = (raw ^ (raw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return raw ^ (raw >> np.uint64(31))
+    raw = raw ^ (raw >> np.uint64(30))
+    raw *= np.uint64(0xBF58476D1CE4E5B9)
+    raw ^= raw >> np.uint64(27)
+    raw *= np.uint64(0x94D049BB133111EB)
+    raw ^= raw >> np.uint64(31)
+    return raw

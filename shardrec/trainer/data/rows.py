@@ -87,9 +87,11 @@ class ClickRows:
 
     def take(self, places: NDArray[np.int64]) -> ClickRows:
         """The rows at these places (M,), in this order."""
-        of_rows = {name: getattr(self, name)[places] for name in _OF_ROWS if getattr(self, name) is not None}
+        of_rows = {
+            name: getattr(self, name).take(places, axis=0) for name in _OF_ROWS if getattr(self, name) is not None
+        }
         if self.lengths is None:
-            ids = self.ids.reshape(len(self), -1)[places].reshape(-1) if len(self) else self.ids
+            ids = self.ids.reshape(len(self), -1).take(places, axis=0).reshape(-1) if len(self) else self.ids
             return ClickRows(ids=ids, **of_rows)
         _, ids_V, weights_V = bags_at(places, self.lengths.sum(axis=1), self.ids, self.weights)
         weights = None if weights_V is None else weights_V.numpy()
@@ -150,6 +152,7 @@ def join_rows(ranges: Sequence[RowRange]) -> ClickRows:
         )
     places = [(rows, rows.ids_between(start, stop)) for rows, start, stop in ranges]
     ids = np.concatenate([rows.ids[of_rows] for rows, of_rows in places])
-    if first.weights is not None:
-        joined["weights"] = np.concatenate([rows.weights[of_rows] for rows, of_rows in places])
+    weights = [rows.weights[of_rows] for rows, of_rows in places if rows.weights is not None]
+    if weights:
+        joined["weights"] = np.concatenate(weights)
     return ClickRows(ids=ids, **joined)

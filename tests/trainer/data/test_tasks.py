@@ -74,8 +74,6 @@ def test_a_label_outside_its_task_is_named_with_file_and_row(
     else:
         lines = [",".join("" if cell is None else str(cell) for cell in row.values()) for row in (GOOD, bad)]
         path.write_text("\n".join([",".join(GOOD), *lines]) + "\n", encoding="utf-8")
-        shown = "None" if value is None else f"'{value}'".replace("+", "[+]")
-        words = words.replace(f"value {value}", f"value {shown}").replace("value 1e[+]39", "value '1e[+]39'")
     data = FileClickData([path], spec(), holdout=0)
     with pytest.raises(DataError, match=rf"rows.{kind}:{2 if kind == 'parquet' else 3}: field {words}"):
         list(data.train_batches(0, 1, 4))
