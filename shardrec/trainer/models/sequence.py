@@ -1,9 +1,13 @@
 """SASRec and HSTU, models of the next item in a user's history: tokens in, a state for each position out, and the loss.
 
-Linear layers and norms see a batch's tokens end to end. Attention sees them padded, rows of like length together,
-because most histories are short and a few fill all positions.
+Layers see a batch's rows of like length together, padded to a common width at their ends, because most histories are
+short and a few fill all positions. Attention is causal, so no token sees padding::
 
-Legend: B rows, T tokens (the items of all histories, row after row), D columns, N negatives.
+    tokens    a0 a1 a2 │ b0 │ c0 c1 c2 c3 c4 │ d0 d1          lengths 3, 1, 5, 2
+    padded    a0 a1 a2  ·   b0  ·  ·  ·   d0 d1  ·  · │ c0 c1 c2 c3 c4  ·  ·  ·    3 rows of width 4, 1 of 8
+
+Legend: B rows, T tokens (the items of all histories, row after row), P padded positions, R rows of a group, W width, D
+columns, N negatives.
 """
 
 from __future__ import annotations
@@ -18,15 +22,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
-from shardrec.trainer.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
+from shardrec.trainer.models.parts import Dropout, ItemCounts, Share, Size, check_one_each, item_rows
 from shardrec.trainer.models.sampled_softmax import sampled_softmax_loss
 
-Groups: TypeAlias = tuple[Tensor, Tensor, list[tuple[Tensor, int, int]]]
-"""Rows of like length: the tokens by group, int64 (T,); the place of each token among these, int64 (T,); and of each
-group the rows' offsets, int64 (R + 1,), the number of its tokens and the width W to pad to."""
+Groups: TypeAlias = list[tuple[int, int]]
+"""Rows of like length, one group after the other in (P, D): their number R and their width W."""
 
 _NARROWEST = 4
-_BLOCK = 64
+"""The smallest width of a group, and the least step from one width to the next."""
+_BLOCK = 256
 """Positions whose pointwise attention is computed at a time, with those before them alone."""
 
 
@@ -43,7 +47,7 @@ class SequenceModel(nn.Module):
     """
 
     block: ClassVar[type[nn.Module]]
-    """Makes a layer from (tokens (T, D), groups) to tokens of ``dim``, ``heads``, ``max_length`` and ``dropout``."""
+    """Makes a layer from ((P, D), groups) to (P, D) of ``dim``, ``heads``, ``max_length`` and ``dropout``."""
 
     def __init__(
         self,
@@ -68,11 +72,13 @@ class SequenceModel(nn.Module):
             raise ConfigError(f"dim is {dim} and heads is {heads}: give a dim that is a multiple of heads")
         self.num_items = schema.num_embeddings[schema.sparse_names.index(item)]
         self.sampling, self.counts = sampling, None if sampling == "uniform" else ItemCounts(self.num_items)
-        doublings = (_NARROWEST << power for power in range(max_length.bit_length()))
-        self.widths = [*(width for width in doublings if width < max_length), max_length]
+        self.widths = [min(_NARROWEST, max_length)]
+        while self.widths[-1] < max_length:
+            step = max(_NARROWEST, self.widths[-1] // 4)
+            self.widths.append(min(self.widths[-1] + step, max_length))
         self.positions = nn.Embedding(max_length, dim)
         nn.init.normal_(self.positions.weight, std=0.02)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.blocks = nn.ModuleList(type(self).block(dim, heads, max_length, dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(dim)
 
@@ -149,10 +155,12 @@ class SequenceModel(nn.Module):
         ends_T = torch.repeat_interleave(lengths_B.cumsum(0), lengths_B)
         age_T = ends_T - 1 - torch.arange(tokens_TD.size(0), device=ends_T.device)
         x_TD = self.dropout(tokens_TD * tokens_TD.size(1) ** 0.5 + self.positions(age_T))
-        groups = _by_length(lengths_B, self.widths)
+        places_T, groups = _by_length(lengths_B, self.widths)
+        x_PD = x_TD.new_zeros(sum([rows * width for rows, width in groups]), x_TD.size(1))
+        x_PD = x_PD.index_copy(0, places_T, x_TD)
         for block in self.blocks:
-            x_TD = block(x_TD, groups)
-        encoded: Tensor = self.norm(x_TD)
+            x_PD = block(x_PD, groups)
+        encoded: Tensor = self.norm(x_PD.index_select(0, places_T))
         return encoded
 
 
@@ -161,22 +169,19 @@ class _SelfAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, max_length: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.columns = heads, dim // heads
+        self.heads = heads
         self.attention_norm, self.token_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.project_in, self.project_out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.network = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
-    def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
+    def forward(self, x_PD: Tensor, groups: Groups) -> Tensor:
         attended: list[Tensor] = []
-        for padded in _padded(self.project_in(self.attention_norm(x_TD)), groups):
-            query, key, value = padded.unflatten(2, [3, self.heads, self.columns]).permute(2, 0, 3, 1, 4).unbind(0)
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            attended.append(mixed.transpose(1, 2).flatten(2))
-        attended_TD = _flat(attended, groups)
-        x_TD = x_TD + self.dropout(self.project_out(attended_TD))
-        x_TD = x_TD + self.dropout(self.network(self.token_norm(x_TD)))
-        return x_TD
+        for query, key, value in _by_group(self.project_in(self.attention_norm(x_PD)), groups, self.heads):
+            attended.append(_joined(F.scaled_dot_product_attention(query, key, value, is_causal=True)))
+        x_PD = x_PD + self.dropout(self.project_out(torch.cat(attended)))
+        x_PD = x_PD + self.dropout(self.network(self.token_norm(x_PD)))
+        return x_PD
 
 
 class SASRec(SequenceModel):
@@ -197,7 +202,7 @@ class _PointwiseAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, max_length: int, dropout: float) -> None:
         super().__init__()
-        self.dim, self.heads, self.columns, self.max_length = dim, heads, dim // heads, max_length
+        self.dim, self.heads, self.max_length = dim, heads, max_length
         self.positions_at_once = _BLOCK  # TorchScript does not see the module's constants
         # Norms without a learned scale, and first values, as in the authors' code.
         self.norm, self.attended_norm = (nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False) for _ in range(2))
@@ -205,27 +210,26 @@ class _PointwiseAttention(nn.Module):
         nn.init.normal_(self.project_in.weight, std=0.02)
         nn.init.xavier_uniform_(self.project_out.weight)
         self.bias = nn.Parameter(torch.zeros(heads, max_length))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
-    def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
-        projected = F.silu(self.project_in(self.norm(x_TD)))
-        gate_TD, others = projected[:, : self.dim], projected[:, self.dim :]
+    def forward(self, x_PD: Tensor, groups: Groups) -> Tensor:
+        gate_PD, others = F.silu(self.project_in(self.norm(x_PD))).split([self.dim, 3 * self.dim], 1)
+        position_W = torch.arange(groups[-1][1], device=x_PD.device)
+        age_WW = position_W.unsqueeze(1) - position_W
+        # SiLU of so low a score is 0, and so is its gradient. Of -inf it is nan.
+        bias_HWW = self.bias[:, age_WW.clamp(min=0)].masked_fill(age_WW < 0, -1e4)
         attended: list[Tensor] = []
-        for padded in _padded(others, groups):
-            query, key, value = padded.unflatten(2, [3, self.heads, self.columns]).permute(2, 0, 3, 1, 4).unbind(0)
-            value = value / self.max_length
-            width = padded.size(1)
-            position_W = torch.arange(width, device=x_TD.device)
-            biases_HWW = self.bias[:, (position_W.unsqueeze(1) - position_W).clamp(min=0)]
+        for query, key, value in _by_group(others, groups, self.heads):
             mixed: list[Tensor] = []
+            width = query.size(2)
             for start in range(0, width, self.positions_at_once):
                 stop = min(start + self.positions_at_once, width)
-                scores = query[:, :, start:stop] @ key[:, :, :stop].transpose(2, 3) + biases_HWW[:, start:stop, :stop]
-                mixed.append(F.silu(scores).tril(start) @ value[:, :, :stop])
-            attended.append(torch.cat(mixed, 2).transpose(1, 2).flatten(2))
-        attended_TD = _flat(attended, groups)
-        mixed_TD: Tensor = x_TD + self.project_out(self.dropout(self.attended_norm(attended_TD) * gate_TD))
-        return mixed_TD
+                scores = query[:, :, start:stop] @ key[:, :, :stop].transpose(2, 3) + bias_HWW[:, start:stop, :stop]
+                mixed.append(F.silu(scores) @ value[:, :, :stop])
+            attended.append(_joined(torch.cat(mixed, 2)))
+        attended_PD = torch.cat(attended) / self.max_length
+        mixed_PD: Tensor = x_PD + self.project_out(self.dropout(self.attended_norm(attended_PD) * gate_PD))
+        return mixed_PD
 
 
 class HSTU(SequenceModel):
@@ -240,35 +244,34 @@ class HSTU(SequenceModel):
     block = _PointwiseAttention
 
 
-def _by_length(lengths_B: Tensor, widths: list[int]) -> Groups:
-    tokens: list[Tensor] = []
-    groups: list[tuple[Tensor, int, int]] = []
-    above = 0
+def _by_length(lengths_B: Tensor, widths: list[int]) -> tuple[Tensor, Groups]:
+    """The place of each token among the padded positions, int64 (T,), and the groups."""
+    starts_B = torch.zeros_like(lengths_B)
+    groups: list[tuple[int, int]] = []
+    above, used = 0, 0
     for width in widths:
-        rows_B = (lengths_B > above) & (lengths_B <= width)
-        above = width
-        tokens.append(torch.repeat_interleave(rows_B, lengths_B).nonzero().squeeze(1))
-        groups.append((F.pad(lengths_B[rows_B].cumsum(0), [1, 0]), tokens[-1].size(0), width))
-    order_T = torch.cat(tokens)
-    places_T = torch.zeros_like(order_T).index_copy(0, order_T, torch.arange(order_T.size(0), device=order_T.device))
-    return order_T, places_T, groups
+        rows_R = ((lengths_B > above) & (lengths_B <= width)).nonzero().squeeze(1)
+        count = rows_R.size(0)
+        starts_B = starts_B.index_copy(0, rows_R, used + width * torch.arange(count, device=rows_R.device))
+        groups.append((count, width))
+        above, used = width, used + count * width
+    shift_T = torch.repeat_interleave(starts_B - lengths_B.cumsum(0) + lengths_B, lengths_B)
+    return shift_T + torch.arange(shift_T.size(0), device=shift_T.device), groups
 
 
-def _padded(x_TD: Tensor, groups: Groups) -> list[Tensor]:
-    """The tokens per group as (R, W, D)."""
-    grouped = x_TD.index_select(0, groups[0]).split([size for _, size, _ in groups[2]])
-    padded: list[Tensor] = []
-    for part, (offsets, _, width) in zip(grouped, groups[2]):  # noqa: B905  # of TorchScript
-        padded.append(torch.ops.fbgemm.jagged_to_padded_dense(part, [offsets], [width], 0.0))
-    return padded
+def _by_group(projected: Tensor, groups: Groups, heads: int) -> list[list[Tensor]]:
+    """Queries, keys and values of each group, (R, H, W, C) of H heads with C columns, from (P, 3 D)."""
+    found: list[list[Tensor]] = []
+    parts = projected.split([rows * width for rows, width in groups])
+    for part, (rows, width) in zip(parts, groups):  # noqa: B905  # of TorchScript
+        shape = [rows, width, heads, part.size(1) // (3 * heads)]
+        found.append([columns.view(shape).transpose(1, 2) for columns in part.chunk(3, 1)])
+    return found
 
 
-def _flat(padded: list[Tensor], groups: Groups) -> Tensor:
-    """What :func:`_padded` gave, or other columns, as tokens again: (T, D)."""
-    parts: list[Tensor] = []
-    for part, (offsets, size, _) in zip(padded, groups[2]):  # noqa: B905  # of TorchScript
-        parts.append(torch.ops.fbgemm.dense_to_jagged(part, [offsets], size)[0])
-    return torch.cat(parts).index_select(0, groups[1])
+def _joined(attended_RHWC: Tensor) -> Tensor:
+    """A group's positions with the columns of all heads: (R W, D)."""
+    return attended_RHWC.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _differs_from_row_before(ids_T: Tensor, lengths_B: Tensor) -> Tensor:

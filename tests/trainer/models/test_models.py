@@ -25,7 +25,7 @@ from shardrec._torchscript import quiet
 from shardrec.errors import ConfigError
 from shardrec.trainer.data import ClickSchema, criteo_schema
 from shardrec.trainer.models import MODELS
-from shardrec.trainer.models.parts import BatchNorm, ItemCounts, activation
+from shardrec.trainer.models.parts import BatchNorm, Dropout, ItemCounts, activation
 from shardrec.trainer.run import TrainConfig
 from shardrec.trainer.run.losses import with_own_loss
 from shardrec.trainer.run.model import build_model, fuse_optimizer
@@ -275,6 +275,20 @@ def test_batch_norm_takes_batches_without_a_variance(size: int) -> None:
     model(dense, sparse).sum().backward()
     assert before
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
+def test_dropout_keeps_a_share_and_the_mean(share: float) -> None:
+    torch.manual_seed(0)
+    dropout, inputs = Dropout(share), torch.ones(1000, 200, requires_grad=True)
+    outputs = dropout(inputs)
+    outputs.sum().backward()
+    kept = outputs > 0
+    assert kept.float().mean().item() == pytest.approx(1 - share, abs=0.005)
+    assert kept.float().mean(0).std() < 0.02  # each column alike
+    assert torch.allclose(outputs[kept], torch.tensor(1 / (1 - share)))
+    assert torch.equal(inputs.grad, outputs)
+    assert dropout.eval()(inputs) is inputs
 
 
 @pytest.mark.parametrize("name", ["sasrec", "hstu"])
