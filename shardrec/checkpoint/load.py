@@ -162,8 +162,8 @@ class Source:
         """Verify the manifest and this rank's share of the files, and open those that it will read.
 
         Returns:
-            The data folder's name, which is another one for each save, the checksums of the files of rows, and the
-            names of what is selected.
+            The data folder's name, which is another one for each save, the checksums of the files of rows, and what is
+            loaded of it.
         """
         self.manifest = self._given or read_manifest(self.folder)
         self._held = model_tensors(model, to_write=True)
@@ -197,8 +197,8 @@ class Source:
                 if moved or any(saved.rect.common(part.rect) for part in tensor.parts):
                     for number in saved.files:
                         self._file(number)
-        selected = () if self._select is None else sorted(self.manifest.tensors)
-        return " ".join([self.manifest.data, *(file.checksum for file in self.row_files.values()), *selected])
+        loaded = ["optimizer"] * (optimizer is not None) if self._select is None else sorted(self.manifest.tensors)
+        return " ".join([self.manifest.data, *(file.checksum for file in self.row_files.values()), *loaded])
 
     def _find_strangers(self) -> None:
         data = self.folder / self.manifest.data

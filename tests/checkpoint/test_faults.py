@@ -214,13 +214,17 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
     ranks(2, rank_main)
 
 
-def test_ranks_that_choose_other_tensors(tmp_path: Path) -> None:
-    """Each would load its own part of another set of tables."""
+@pytest.mark.parametrize("warm", [False, True])
+def test_ranks_that_choose_other_tensors(tmp_path: Path, warm: bool) -> None:
+    """Each would load its own part of another set of tables, or states of the dense part that others lack."""
 
     def main() -> None:
         model = make("row_wise", "adagrad")
-        save_checkpoint(tmp_path / "ckpt", model)
-        warm_start(tmp_path / "ckpt", model, only=["bags.t_a"] if dist.get_rank() else None)
+        save_checkpoint(tmp_path / "ckpt", model, optimizer := adam(model))
+        if warm:
+            warm_start(tmp_path / "ckpt", model, only=["bags.t_a"] if dist.get_rank() else None)
+        else:
+            load_checkpoint(tmp_path / "ckpt", model, optimizer if dist.get_rank() else None)
 
     raises_everywhere(2, CheckpointError, "or choose other tensors of it", main)
 
