@@ -281,5 +281,5 @@ class Source:
                 item.set({name: state.parts[0].values for name, state in states.items() if state and state.parts})
         load_settings(model, optimizer, manifest)
         if isinstance(model, ReplicatedModel):
-            model.steps_since_sync = 0
+            model.restart_count()
         self.rank_state = {name.removeprefix(start): value for name, value in rank_tensors.items()}
