@@ -87,8 +87,8 @@ def load_source(source: Source, model: ShardedModel, optimizer: torch.optim.Opti
     ranks = source.ranks
     if len(set(on_all_ranks(lambda: source.verify(model, optimizer), ranks, "load", remedy=_REMEDY))) > 1:
         raise CheckpointError(
-            f"the ranks see different checkpoints in {source.folder}. Give a folder on a file system that they all "
-            "share, into which no job saves at the same time"
+            f"the ranks see different checkpoints in {source.folder}, or choose other tensors of it. Give the same "
+            "arguments, and a folder on a file system that they all share, into which no job saves at the same time"
         )
     if model.servers:
         model.load_servers(source.folder)
@@ -162,7 +162,8 @@ class Source:
         """Verify the manifest and this rank's share of the files, and open those that it will read.
 
         Returns:
-            The data folder's name, which is another one for each save, and the checksums of the files of rows.
+            The data folder's name, which is another one for each save, the checksums of the files of rows, and what is
+            loaded of it.
         """
         self.manifest = self._given or read_manifest(self.folder)
         self._held = model_tensors(model, to_write=True)
@@ -196,7 +197,8 @@ class Source:
                 if moved or any(saved.rect.common(part.rect) for part in tensor.parts):
                     for number in saved.files:
                         self._file(number)
-        return " ".join([self.manifest.data, *(file.checksum for file in self.row_files.values())])
+        loaded = ["optimizer"] * (optimizer is not None) if self._select is None else sorted(self.manifest.tensors)
+        return " ".join([self.manifest.data, *(file.checksum for file in self.row_files.values()), *loaded])
 
     def _find_strangers(self) -> None:
         data = self.folder / self.manifest.data
@@ -279,5 +281,5 @@ class Source:
                 item.set({name: state.parts[0].values for name, state in states.items() if state and state.parts})
         load_settings(model, optimizer, manifest)
         if isinstance(model, ReplicatedModel):
-            model.steps_since_sync = 0
+            model.restart_count()
         self.rank_state = {name.removeprefix(start): value for name, value in rank_tensors.items()}

@@ -179,7 +179,7 @@ def save(
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
     ranks = model.ranks
-    manifest, tensors = _prepared(ranks, folder, model, optimizer, extra, rank_state)
+    manifest, tensors = _prepared(ranks, folder, model, optimizer, extra, rank_state, wait)
     data = folder / manifest.data
     elsewhere: list[Written] = model.save_servers(data, ranks.world_size) if model.servers else []
     background = _BACKGROUND.setdefault(model, _Background())
@@ -223,13 +223,14 @@ def _prepared(
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, object] | None,
     rank_state: Mapping[str, Tensor] | None,
+    wait: bool,
 ) -> tuple[Manifest, dict[str, HeldTensor]]:
     """Make the data folder: the manifest without files and tensors, and this rank's contents by name."""
     tensors: dict[str, HeldTensor] = {}
     made: list[Path] = []
 
-    def prepare() -> Manifest:
-        """The manifest as this rank knows it."""
+    def prepare() -> tuple[Manifest, bool]:
+        """The manifest as this rank knows it, and whether it waits."""
         states, numbers = optimizer_state(model, optimizer)
         in_model = model_tensors(model)
         tensors.update(in_model | states)
@@ -257,10 +258,14 @@ def _prepared(
         if ranks.rank == 0:
             made.append(folder / _new_data_folder(folder))
         data = made[0].name if made else ""
-        return replace(manifest, data=data, extra=read.extra, tensors=described_parts(tensors, ranks.rank, saved=True))
+        described = described_parts(tensors, ranks.rank, saved=True)
+        return replace(manifest, data=data, extra=read.extra, tensors=described), wait
 
     try:
-        return of_all_ranks(on_all_ranks(prepare, ranks, "save", remedy=REMEDY), model), tensors
+        manifests, waits = zip(*on_all_ranks(prepare, ranks, "save", remedy=REMEDY), strict=True)
+        if len(set(waits)) > 1:
+            raise ConfigError(f"wait is {', '.join(map(str, waits))} on the ranks. Give all of them the same")
+        return of_all_ranks(list(manifests), model), tensors
     except Exception:
         for path in made:
             path.rmdir()

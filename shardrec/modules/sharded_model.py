@@ -28,7 +28,7 @@ from torch.fx import Proxy
 from shardrec._dynamo import passed_over, refuse_export
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError
-from shardrec.exchange.agree import Ranks, ranks_of
+from shardrec.exchange.agree import Ranks, all_gather, by_rank, ranks_of
 from shardrec.exchange.headers import quoted
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
@@ -408,9 +408,13 @@ class ShardedModel(nn.Module):
             capacity: rows that ids may have, as in :class:`shardrec.DynamicIds`.
 
         Raises:
-            ConfigError: for a table without dynamic ids, or a capacity that is lower than before or more than the
-                table's rows.
+            ConfigError: for a table without dynamic ids, a capacity that is lower than before or more than the
+                table's rows, or arguments that differ between ranks.
         """
+        given = all_gather(f"table {table!r}, capacity {capacity}", self.ranks, "capacity of a table")
+        if len(set(given)) > 1:
+            lines = "\n  ".join(by_rank(given))
+            raise ConfigError(f"the ranks give different arguments. Give all of them the same:\n  {lines}")
         options_of = self.context.options.dynamic_ids
         old = options_of.get(table)
         if old is None:

@@ -180,7 +180,11 @@ class ReplicatedModel(ModelOfCopies):
     def _average_copies(self) -> None:
         if self._averager is not None:
             self._averager.average(self._averaged(self.replica_options))
-        self.steps_since_sync = 0
+        self.restart_count()
+
+    def restart_count(self) -> None:
+        """The copies are equal. A scripted forward before has no backward any more."""
+        self.steps_since_sync, self._has_begun = 0, False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

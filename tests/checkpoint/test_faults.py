@@ -13,7 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardrec import CheckpointError, Checkpoints, ConfigError, PeerError, load_checkpoint, save_checkpoint
+from shardrec import (
+    CheckpointError,
+    Checkpoints,
+    ConfigError,
+    PeerError,
+    load_checkpoint,
+    save_checkpoint,
+    warm_start,
+)
 from shardrec.checkpoint import data_files as files
 from shardrec.checkpoint import manifest, save
 from shardrec.modules import ShardedModel
@@ -204,6 +212,28 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
             main()
 
     ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_ranks_that_choose_other_tensors(tmp_path: Path, warm: bool) -> None:
+    """Each would load its own part of another set of tables, or states of the dense part that others lack."""
+
+    def main() -> None:
+        model = make("row_wise", "adagrad")
+        save_checkpoint(tmp_path / "ckpt", model, optimizer := adam(model))
+        if warm:
+            warm_start(tmp_path / "ckpt", model, only=["bags.t_a"] if dist.get_rank() else None)
+        else:
+            load_checkpoint(tmp_path / "ckpt", model, optimizer if dist.get_rank() else None)
+
+    raises_everywhere(2, CheckpointError, "or choose other tensors of it", main)
+
+
+def test_ranks_of_which_one_waits_for_its_save(tmp_path: Path) -> None:
+    def main() -> None:
+        save_checkpoint(tmp_path / "ckpt", make("row_wise", "adagrad"), wait=dist.get_rank() == 0)
+
+    raises_everywhere(2, ConfigError, "wait is True, False on the ranks", main)
 
 
 @pytest.mark.parametrize("phase", ["save", "save behind the training", "load"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -405,6 +406,21 @@ def test_the_capacity_is_raised(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             model.set_id_capacity(table, capacity)
+
+
+def test_ranks_that_raise_a_capacity_to_other_numbers() -> None:
+    """Column stripes on two ranks would give an id a row in one of them alone."""
+
+    def run() -> None:
+        where = ShardingPlan(topology=Topology(ranks_per_host=2), tables=(cuts.column_wise("t", 8, 8, ranks=[0, 1]),))
+        config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=8, feature_names=["a"])
+        module = EmbeddingBagCollection(tables=[config])
+        apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        model = shard(module, where, dynamic_ids={"t": DynamicIds(capacity=3)})
+        with pytest.raises(ConfigError, match="rank 0: table 't', capacity 4\n  rank 1: table 't', capacity 5"):
+            model.set_id_capacity("t", 4 + torch.distributed.get_rank())
+
+    ranks(2, run)
 
 
 def trained_through(*, checkpoints: bool) -> tuple[list[Tensor], dict[str, int]]:

@@ -313,3 +313,19 @@ def test_a_table_that_is_frozen_in_one_replica_is_averaged_in_all() -> None:
         assert copies_are_equal(model)
 
     ranks(2, rank_main)
+
+
+def test_a_scripted_forward_without_a_backward_is_forgotten_by_a_sync() -> None:
+    def rank_main() -> None:
+        model = replicated(Scriptable(click_model(CONFIGS)), mixed_plan(1), replicas=Replicas(2))
+        program, steps = script(model), Steps(ROWS)
+        for has_backward in (False, True, True):
+            bags, dense, _ = steps.draw()
+            loss = program(dense[steps.mine], bags[dist.get_rank()].kjt()).sum()
+            assert model.steps_since_sync == 1
+            if has_backward:
+                loss.backward()
+            else:
+                model.sync_replicas()
+
+    ranks(2, rank_main)
