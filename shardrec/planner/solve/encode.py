@@ -173,10 +173,13 @@ def encode(problem: Problem) -> Encoded:
     ranks, width = problem.ranks, 1 + len(problem.capacity)
     groups, options_of = _grouped(problem)
     options = [_lifted(ranks, option) for of_group in options_of for option in of_group]
-    gangs_of = [[(_gang_key(gang), gang) for gang in option.gangs] for option in options]
-    distinct = {key: gang for gangs in gangs_of for key, gang in gangs}
-    kind_number = {key: number for number, key in enumerate(distinct)}
-    place_sets = {id(gang.places): gang.places for gang in distinct.values()}
+    kind_of: dict[Hashable, tuple[int, Gang]] = {}
+    option_gangs = tuple(
+        tuple((kind_of.setdefault(_gang_key(gang), (len(kind_of), gang))[0], gang.count) for gang in option.gangs)
+        for option in options
+    )
+    distinct = [gang for _, gang in kind_of.values()]
+    place_sets = {id(gang.places): gang.places for gang in distinct}
     ranks_at = {key: np.array(places, dtype=np.int64) for key, places in place_sets.items()}
     families: dict[tuple[bool, int], dict[int, Ints]] = {}
     for key, places in ranks_at.items():
@@ -188,15 +191,20 @@ def encode(problem: Problem) -> Encoded:
         key: reaches.setdefault(frozenset(rank for place in places for rank in place), len(reaches))
         for key, places in place_sets.items()
     }
-    items: defaultdict[tuple[int, tuple[float, ...], int], int] = defaultdict(int)
+    items: list[tuple[int, float, tuple[float, ...], int, int]] = []
     for number, option in enumerate(options):
+        counts: defaultdict[tuple[float, tuple[float, ...], int], int] = defaultdict(int)
         for gang in option.gangs:
+            reach = reach_of[id(gang.places)]
             for item in gang.items:
                 if item.load or any(item.memory):
-                    items[number, (item.load, *item.memory), reach_of[id(gang.places)]] += gang.count
-    item_option = np.array([option for option, _, _ in items], dtype=np.int64)
-    item_size = np.array([size for _, size, _ in items], dtype=np.float64).reshape(-1, width)
-    item_count = np.array([*items.values()], dtype=np.float64)
+                    counts[item.load, item.memory, reach] += gang.count
+        items += [(number, load, memory, reach, count) for (load, memory, reach), count in counts.items()]
+    item_option = np.array([option for option, *_ in items], dtype=np.int64)
+    item_size = np.array([(load, *memory) for _, load, memory, _, _ in items], dtype=np.float64).reshape(-1, width)
+    item_count = np.array([count for *_, count in items], dtype=np.float64)
+    sizes = _sizes([item for gang in distinct for item in gang.items], width)
+    ends = accumulate((len(gang.items) for gang in distinct), initial=0)
     base = _sizes([option.everywhere for option in options], width)
     total = base * ranks
     for dim in range(width):
@@ -209,18 +217,18 @@ def encode(problem: Problem) -> Encoded:
         option_group=np.repeat(np.arange(len(groups)), list(map(len, options_of))),
         base=base,
         total=total,
-        option_gangs=tuple(tuple((kind_number[key], gang.count) for key, gang in gangs) for gangs in gangs_of),
+        option_gangs=option_gangs,
         kinds=tuple(
-            GangKind(size=_sizes(gang.items, width), places=ranks_at[id(gang.places)], names=gang.places)
-            for gang in distinct.values()
+            GangKind(size=sizes[first:end], places=ranks_at[id(gang.places)], names=gang.places)
+            for gang, (first, end) in zip(distinct, pairwise(ends), strict=True)
         ),
-        kind_family=np.array([set_of[id(gang.places)][0] for gang in distinct.values()], dtype=np.int64),
-        kind_set=np.array([set_of[id(gang.places)][1] for gang in distinct.values()], dtype=np.int64),
+        kind_family=np.array([set_of[id(gang.places)][0] for gang in distinct], dtype=np.int64),
+        kind_set=np.array([set_of[id(gang.places)][1] for gang in distinct], dtype=np.int64),
         families=tuple(_family([*sets.values()], ranks, anywhere=anywhere) for (anywhere, _), sets in families.items()),
         item_option=item_option,
         item_size=item_size,
         item_count=item_count,
-        item_reach=np.array([reach for _, _, reach in items], dtype=np.int64),
+        item_reach=np.array([reach for *_, reach, _ in items], dtype=np.int64),
         reaches=tuple(reaches),
     )
 

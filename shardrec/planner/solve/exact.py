@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 
 from shardrec.planner.solve.encode import Encoded, Floats
-from shardrec.planner.solve.linear_program import minimise_in_integers
+from shardrec.planner.solve.linear_program import Outcome, minimise_in_integers
 from shardrec.planner.solve.packing import Packing
 
 _MAX_VARIABLES = 400
@@ -16,20 +16,9 @@ _SMALL = 1e-3
 """Part of the largest load. A bound below it cannot serve as a scale for loads."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Exact:
-    """The result of HiGHS: a packing, if it improves on the present one, a bound, and whether the packing is
-    optimal."""
-
-    packing: Packing | None
-    bound: float
-    timed_out: bool
-    finished: bool
-
-
 def solve_exactly(
     encoded: Encoded, best: Packing | None, bound: float, *, gap: float, nodes: int, seconds: float
-) -> Exact | None:
+) -> tuple[Packing | None, Outcome] | None:
     """Solve the problem by branch and bound. None if it is too large for that.
 
     Args:
@@ -39,6 +28,9 @@ def solve_exactly(
         gap: stop at this relative gap.
         nodes: most branches.
         seconds: time limit.
+
+    Returns:
+        A packing, if it improves on the present one; and how the search ended, with the bound of all packings.
     """
     # Columns: the options, then each kind's places, and at the end the cost. A kind of gang is counted per option:
     # gangs of two tables may be equal, and both counts must come out.
@@ -91,10 +83,8 @@ def solve_exactly(
         counted = zip(places, values[options:count].tolist(), strict=True)
         placed = ((kind, place, gangs) for (kind, place), gangs in counted if gangs)
         packing = Packing.fitting(encoded, values[:options], placed)
-    return Exact(
-        packing=packing,
-        bound=max(bound, outcome.bound / load_scale * (1 - 1e-7)) if np.isfinite(outcome.bound) else bound,
-        timed_out=outcome.timed_out,
-        # Without values, there is nothing below the best that was known.
-        finished=outcome.finished and (outcome.values is None or packing is not None),
-    )
+    if np.isfinite(outcome.bound):
+        bound = max(bound, outcome.bound / load_scale * (1 - 1e-7))
+    # Without values, there is nothing below the best that was known.
+    finished = outcome.finished and (outcome.values is None or packing is not None)
+    return packing, replace(outcome, bound=bound, finished=finished)

@@ -186,11 +186,12 @@ class _Search:
         exact = solve_exactly(self.encoded, self.best, self.bound, gap=self.limits.gap, nodes=nodes, seconds=left)
         if exact is None:
             return False
-        self.bound = max(self.bound, exact.bound)
-        self.timed_out |= exact.timed_out
-        if exact.packing is not None:
-            self._add(exact.packing)
-        return exact.finished
+        packing, outcome = exact
+        self.bound = max(self.bound, outcome.bound)
+        self.timed_out |= outcome.timed_out
+        if packing is not None:
+            self._add(packing)
+        return outcome.finished
 
     def _rebuild(self) -> None:
         """Take tables off and put them back, in the best plans: fewer in each phase, with more proposals for each."""
