@@ -157,6 +157,14 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     yield run_ranks
 
 
+@pytest.fixture(scope="module")
+def one_core() -> Iterator[None]:
+    """One core is all that this process sees: a run has a thread for each, and threads that wait spin."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.sched_getaffinity", lambda _: {0})
+        yield
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of data sets: ``SHARDREC_DATA``, or ``shared/data`` beside the checkout."""

@@ -76,7 +76,7 @@ def test_a_server_that_does_not_answer_in_time(tmp_path: Path) -> None:
             model(batch(0, 1)).sum()
         time.sleep(1.0)
 
-    ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1))
+    ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1, polls=False))
 
 
 @pytest.mark.some(1, of="trainers are gone")

@@ -114,7 +114,7 @@ def test_the_report_says_why_a_search_ended_before_its_gap(tmp_path: Path, optio
 def test_what_is_shown_fits_the_terminal(tmp_path: Path, width: int) -> None:
     name = "user.embeddings.history_of_everything_that_was_ever_bought"
     path = write(tmp_path, "t.csv", f"name,num_embeddings,embedding_dim\n{name},40000000,128\nday,7,8\n")
-    arguments = ["plan", str(path), "--ranks", "16", "--hosts", "2", "--machine", "h100"]
+    arguments = ["plan", str(path), "--ranks", "8", "--hosts", "2", "--machine", "h100"]
     shown = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)})
     assert shown.exit_code == 0, shown.output
     assert max(map(len, shown.output.splitlines())) <= width
