@@ -183,8 +183,9 @@ class StreamRows:
         self._end = at  # of the current part
         self._ahead = pool.submit(next, parts, None)
 
-    def take(self, start: int, stop: int) -> Iterator[PartRange]:
+    def take(self, start: int, stop: int) -> list[PartRange]:
         """Rows ``start`` to ``stop`` (not included) of the stream, which are not before those taken last."""
+        taken: list[PartRange] = []
         while start < stop:
             if self._current is None or self._end <= start:
                 self._current = self._ahead.result()
@@ -193,8 +194,9 @@ class StreamRows:
                 self._ahead = self._pool.submit(next, self._parts, None)
                 continue
             end = min(stop, self._end)
-            yield self._current, start - self._at, end - self._at
+            taken.append((self._current, start - self._at, end - self._at))
             start = end
+        return taken
 
 
 def shuffled(
