@@ -38,6 +38,8 @@ _SCORES = 1 << 22
 """Largest number of scores in memory, of all queries with a block of items."""
 _BLOCK = 1 << 15
 """Most items of a block, whose vectors in float64 are to stay in a cache."""
+_FIRST = 1 << 10
+"""Items of the first block for the best, which is scored whole. Each further block is twice as large, up to _BLOCK."""
 _LOW = 0xFFFFFFFF
 
 
@@ -179,28 +181,33 @@ class Catalogue:
         rows_M, places_M = self.left_out(seen_Q)
         none = torch.zeros(k, dtype=torch.int64, device=self._device)
         best_Qk = _keys(torch.full((len(queries_QD), k), -torch.inf, device=self._device), none)
-        for start in range(0, len(self.vectors_ND), _BLOCK):
+        start, size = 0, min(_FIRST, _BLOCK)
+        while len(queries_QD) and start < len(self.vectors_ND):
             # An item with the score of the last of the best has a higher row than it, and is not among them.
-            places_N = start + self._may_be_above(queries_QD, _scores(best_Qk[:, -1:]), start).nonzero().squeeze(1)
-            scores_QN = self._scored(queries_QD, places_N, int(places_N[0]) if len(places_N) else -1)
-            columns_M = torch.searchsorted(places_N, places_M).clamp(max=max(0, len(places_N) - 1))
-            here = places_N[columns_M] == places_M if len(places_N) else columns_M < 0
+            may_be_N = self._may_be_above(queries_QD, _scores(best_Qk[:, -1:]), self.vectors_ND[start : start + size])
+            places_N = start + may_be_N.nonzero().squeeze(1)
+            start, size = start + size, min(2 * size, _BLOCK)
+            if not len(places_N):
+                continue
+            scores_QN = self._scored(queries_QD, places_N, int(places_N[0]))
+            columns_M = torch.searchsorted(places_N, places_M).clamp(max=len(places_N) - 1)
+            here = places_N[columns_M] == places_M
             scores_QN[rows_M[here], columns_M[here]] = -torch.inf
             keys_QN = _keys(scores_QN, places_N + self.first)
             best_Qk = torch.cat([best_Qk, keys_QN], dim=1).topk(k).values
         best_Qk = self.of_ranks(best_Qk.t()).flatten(0, 1).t().topk(k).values[ranks_Q == self._rank]
         return _LOW - (best_Qk & _LOW), _scores(best_Qk)
 
-    def _may_be_above(self, queries_QD: Tensor, limits_Q1: Tensor, start: int) -> Tensor:
+    def _may_be_above(self, queries_QD: Tensor, limits_Q1: Tensor, block_ND: Tensor) -> Tensor:
         """Which items of a block may have a score above its limit for some query: bool, of the block's items.
 
         On the CPU by products in float32, which are off by at most D roundings of the product of both lengths.
         """
-        block_ND = self.vectors_ND[start : start + _BLOCK]
         if self._device.type != "cpu":  # where products in float32 may be of fewer bits
             return torch.ones(len(block_ND), dtype=torch.bool, device=self._device)
         slack_Q1 = queries_QD.norm(dim=1, keepdim=True) * self._longest * (block_ND.size(1) * 2.0**-22)
-        is_below_N: Tensor = (queries_QD.float() @ block_ND.t() <= (limits_Q1 - slack_Q1).float()).all(0)
+        above_NQ = (block_ND @ queries_QD.float().t()).sub_((limits_Q1 - slack_Q1).float().t())
+        is_below_N: Tensor = above_NQ.amax(1) <= 0  # False for nan: the difference of two infinite numbers
         return ~is_below_N
 
     def of_ranks(self, rows_CQ: Tensor) -> Tensor:

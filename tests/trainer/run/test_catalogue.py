@@ -193,6 +193,7 @@ def test_the_best_items_are_exact_where_float32_would_decide_otherwise(seed: int
     none = Seen(torch.zeros(USERS, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalogue_file, "_BLOCK", int(torch.randint(1, ITEMS, (1,), generator=draws)))
+        patch.setattr(catalogue_file, "_FIRST", int(torch.randint(1, ITEMS, (1,), generator=draws)))
         rows, scores = catalogue.top(users_UD, none, K)
     exact_UN = (users_UD.double() @ items_ND.double().t()).float()
     for user in range(USERS):
