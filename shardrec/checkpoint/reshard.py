@@ -28,7 +28,7 @@ from shardrec.checkpoint.parts import HeldTensor, as_matrix
 from shardrec.checkpoint.remote_reads import Messages
 from shardrec.checkpoint.save import described_parts, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
-from shardrec.errors import ConfigError, PlanError
+from shardrec.errors import ConfigError
 from shardrec.exchange.agree import on_all_ranks
 from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
@@ -136,11 +136,10 @@ def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
     size = model.context.collectives.world_size
     if plan.world_size != size:
         return [f"the plan is for {plan.world_size} ranks and the model is on {size}. Plan for {size}"]
-    try:
-        plan.check_tables({table.name: (table.num_embeddings, table.embedding_dim) for table in model.plan.tables})
-    except PlanError as error:
-        return list(error.faults)
-    return [fault for collection in model.sharded_collections for fault in collection.plan_faults(plan)]
+    tables = {table.name: (table.num_embeddings, table.embedding_dim) for table in model.plan.tables}
+    return plan.table_faults(tables) or [
+        fault for collection in model.sharded_collections for fault in collection.plan_faults(plan)
+    ]
 
 
 def _refuse_unused(model: ShardedModel) -> None:

@@ -92,6 +92,11 @@ class ShardingPlan:
         Raises:
             PlanError: if a table is missing, unknown or of another shape. Names each of them.
         """
+        if faults := self.table_faults(shapes, partial=partial):
+            raise PlanError(faults)
+
+    def table_faults(self, shapes: Mapping[str, tuple[int, int]], *, partial: bool = False) -> list[str]:
+        """What :meth:`check_tables` raises, one sentence each."""
         faults = []
         for name, (rows, cols) in shapes.items():
             layout = self.by_name.get(name)
@@ -108,8 +113,7 @@ class ShardingPlan:
             for name in self.by_name
             if name not in shapes and not partial
         ]
-        if faults:
-            raise PlanError(faults)
+        return faults
 
     def on_one_rank(self) -> ShardingPlan:
         """The plan for one rank: the row blocks of each table's first stripe, which dynamic ids depend on, uncut."""

@@ -340,11 +340,7 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: 
             f"the plan is for {plan.world_size} ranks and the process group has {size}. Plan for {size}, "
             f"or start {plan.world_size} ranks",
         )
-    try:
-        plan.check_tables(table_shapes(model))
-    except PlanError as error:
-        return error.faults
-    return ()
+    return tuple(plan.table_faults(table_shapes(model)))
 
 
 def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], ranks: Ranks, what: str = _START) -> None:

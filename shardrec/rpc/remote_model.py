@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardrec.checkpoint.save import Written
-from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, ShardrecError
+from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
 from shardrec.exchange.agree import Ranks, all_gather, ranks_of, same_everywhere
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
@@ -163,11 +163,7 @@ def _faults(plan: ShardingPlan, model: nn.Module, servers: int) -> Sequence[str]
         )
     if remappers_of(model):
         faults.append("a module keeps a map from ids to rows, and each trainer would learn another. Map ids beforehand")
-    try:
-        plan.check_tables(table_shapes(model))
-    except PlanError as error:
-        faults += error.faults
-    return faults
+    return faults + plan.table_faults(table_shapes(model))
 
 
 def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: RemoteCollectives) -> None:
