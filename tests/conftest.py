@@ -24,7 +24,7 @@ for _name, _value in quiet_environment().items():
     os.environ.setdefault(_name, _value)
 
 # Every run draws other examples. --hypothesis-profile=thorough draws many: after a change to what they search.
-for _profile, _examples in {"shardrec": 15, "thorough": 1000}.items():
+for _profile, _examples in {"shardrec": 10, "thorough": 1000}.items():
     hypothesis.settings.register_profile(
         _profile,
         max_examples=_examples,

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from benchmarks.harness.template import RankTemplate
-from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
+from tests.worker import GO, HOST, JOINED, LEFT, RELEASE, Call, Reply, quiet_environment, serve
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -386,8 +386,10 @@ class _Round:
                 raised.append(self._workers[rank])
         for worker in raised:
             try:
-                worker.channel.recv_bytes()  # LEFT
+                has_left = worker.channel.poll(_STOP_S) and worker.channel.recv_bytes() == LEFT
             except (EOFError, ConnectionResetError):
+                has_left = False
+            if not has_left:
                 worker.end()
         self._held.clear()
         self._let_go_at = _NEVER

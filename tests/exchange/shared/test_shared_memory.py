@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange import peers
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.transport import transport_of
@@ -159,10 +161,12 @@ def test_a_rank_that_dies_is_named_at_once() -> None:
         if collectives.rank == 1:
             collectives.channel.close()  # as the end of the process does
             return ""
-        with pytest.raises(PeerError) as failure:
-            collectives.send(parts, [5000] * 3, "output").wait()
-        with pytest.raises(PeerError):
-            collectives.send(parts, [5000] * 3, "output").wait()
+        # Its process runs, so that they look for a while whether it ends.
+        with mock.patch.object(peers, "_LOOK_S", 0.3):
+            with pytest.raises(PeerError) as failure:
+                collectives.send(parts, [5000] * 3, "output").wait()
+            with pytest.raises(PeerError):
+                collectives.send(parts, [5000] * 3, "output").wait()
         return str(failure.value)
 
     first, _, third = ranks(3, rank_main)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -125,6 +127,14 @@ def test_curve_is_a_picture_with_and_without_an_optimum(tmp_path: Path) -> None:
     assert len(set(sizes)) == 2
 
 
+@pytest.fixture
+def undrawn() -> Iterator[None]:
+    """What a figure would show is all that is looked at."""
+    with patch.object(FigureCanvasAgg, "print_figure"):
+        yield
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_the_final_rows_are_named(tmp_path: Path) -> None:
     made = report(None)
     tested = dataclasses.replace(made, config={**made.config, "test": "test.csv"})
@@ -138,6 +148,7 @@ def test_the_final_rows_are_named(tmp_path: Path) -> None:
     assert {call.kwargs["label"] for call in plot.call_args_list} == {"training", "before training"}
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("loss", "title"), [("bce", "Logloss"), ("softmax", "softmax loss")])
 def test_the_curve_is_of_the_loss(tmp_path: Path, loss: str, title: str) -> None:
     made = report()
