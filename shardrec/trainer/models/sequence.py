@@ -261,12 +261,12 @@ def _by_length(lengths_B: Tensor, widths: list[int]) -> tuple[Tensor, Groups]:
 
 def _by_group(projected: Tensor, groups: Groups, heads: int) -> list[list[Tensor]]:
     """Queries, keys and values of each group, (R, H, W, C) of H heads with C columns, from (P, 3 D)."""
-    found: list[list[Tensor]] = []
+    by_group: list[list[Tensor]] = []
     parts = projected.split([rows * width for rows, width in groups])
     for part, (rows, width) in zip(parts, groups):  # noqa: B905  # of TorchScript
         shape = [rows, width, heads, part.size(1) // (3 * heads)]
-        found.append([columns.view(shape).transpose(1, 2) for columns in part.chunk(3, 1)])
-    return found
+        by_group.append([columns.view(shape).transpose(1, 2) for columns in part.chunk(3, 1)])
+    return by_group
 
 
 def _joined(attended_RHWC: Tensor) -> Tensor:
