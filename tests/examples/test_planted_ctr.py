@@ -72,7 +72,7 @@ def test_from_a_raw_file_to_a_served_model_by_proposals_alone(
     assert "shardrec train proposed/run.yaml" in wrote
     options = load_config("proposed/run.yaml")
     assert (options.data.valid, options.data.test) == ("data/valid.csv", "data/test.csv")
-    run("train", "proposed/run.yaml", "--epochs", "3", "--global-batch-size", "256", "--out", "run", "--threads", "1")
+    run("train", "proposed/run.yaml", "--epochs", "5", "--global-batch-size", "256", "--out", "run", "--threads", "1")
     auc = json.loads(Path("run/metrics.json").read_text(encoding="utf-8"))["final"]["auc"]
     assert 0.75 < auc < optimum["test"]
     run("predict", "run", "--data", "data/test.csv", "--out", "scores")
