@@ -33,9 +33,9 @@ ITEMS, DIM, BLOCKS, NEGATIVES = 20_000, 64, 2, 1024
 WARM_UP = 4
 
 
-def costs_of(lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
+def costs_of(lengths_B: NDArray[np.int64], widths: list[int]) -> NDArray[np.float64]:
     """Multiply-adds per row: linear layers and loss by token, attention by pairs of padded positions."""
-    padded_B = 2.0 ** np.ceil(np.log2(np.maximum(lengths_B, 4)))
+    padded_B = np.array(widths)[np.searchsorted(widths, lengths_B)]
     return np.asarray(lengths_B * (BLOCKS * 6 * DIM**2 + NEGATIVES * DIM) + BLOCKS * 2 * DIM * padded_B**2)
 
 
@@ -61,6 +61,7 @@ def measure(options: Mapping[str, Any]) -> list[list[list[float]]]:
         tables = {"tables": ("item", "item"), "num_embeddings": (ITEMS, ITEMS)}
         schema = ClickSchema(dense_names=(), sparse_names=("history", "item"), **tables)
         model = with_own_loss(SASRec(schema, dim=DIM, max_length=options["longest"], dropout=0.1), "sasrec")
+        widths = model.widths
         apply_optimizer_in_backward(torch.optim.Adagrad, model.items.parameters(), {"lr": 0.01})
         dense = [parameter for name, parameter in model.named_parameters() if not name.startswith("items.")]
         sharded, optimizer = shardrec.shard(model), torch.optim.Adam(dense, lr=1e-3)
@@ -72,7 +73,7 @@ def measure(options: Mapping[str, Any]) -> list[list[list[float]]]:
             *histories, next_B = np.split(
                 draws.zipf(1.2, lengths_B.sum() + options["rows"]) % (ITEMS - 1) + 1, np.cumsum(lengths_B)
             )
-            costs_B = costs_of(lengths_B)
+            costs_B = costs_of(lengths_B, widths)
             for side in (0, 1) if step % 2 else (1, 0):
                 parts = (dealt, balanced)[side](costs_B, rank_info.world_size)
                 mine = parts[rank_info.rank]

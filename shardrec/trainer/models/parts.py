@@ -121,18 +121,6 @@ def _check_features(schema: ClickSchema, features: Sequence[str]) -> None:
         )
 
 
-class Dropout(nn.Dropout):
-    """On the CPU by uniform numbers, which are drawn in a quarter of the time of ``bernoulli_``."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Any shape, float."""
-        if not self.training or self.p == 0 or input.device.type != "cpu":
-            return F.dropout(input, self.p, self.training)
-        keep = 1 - self.p
-        mask = torch.rand(input.shape, device=input.device).lt_(keep).div_(keep)
-        return input * mask.to(input.dtype)
-
-
 class BatchNorm(nn.BatchNorm1d):
     """Batch norm that takes a rank's batch of no row or one, such as the last of an epoch, by the running means."""
 
@@ -147,7 +135,7 @@ class BatchNorm(nn.BatchNorm1d):
 def activation(width: int, dropout: float, batch_norm: bool) -> nn.Module:
     """What follows a hidden layer: batch norm, ReLU, dropout."""
     before = [BatchNorm(width)] if batch_norm else []
-    after = [Dropout(dropout)] if dropout else []
+    after = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(*before, nn.ReLU(), *after)
 
 

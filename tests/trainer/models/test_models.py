@@ -25,7 +25,8 @@ from shardrec._torchscript import quiet
 from shardrec.errors import ConfigError
 from shardrec.trainer.data import ClickSchema, criteo_schema
 from shardrec.trainer.models import MODELS
-from shardrec.trainer.models.parts import BatchNorm, Dropout, ItemCounts, activation
+from shardrec.trainer.models.parts import BatchNorm, ItemCounts, activation
+from shardrec.trainer.models.sequence import Dropout
 from shardrec.trainer.run import TrainConfig
 from shardrec.trainer.run.losses import with_own_loss
 from shardrec.trainer.run.model import build_model, fuse_optimizer
